@@ -23,8 +23,7 @@ from fp8_ds.optim.adamw import Fp8AdamW
 from fp8_ds.tp.group import device_of
 from fp8_ds.zero.building import BuildingHost, building
 from fp8_ds.zero.context import Fp8Context
-from fp8_ds.zero.reduce3 import Fp8ReduceStage3
-from fp8_ds.zero.reduce12 import Fp8ReduceStage12
+from fp8_ds.zero.reduce import Fp8ReduceStage3, Fp8ReduceStage12
 from fp8_ds.zero.release3 import Fp8ReleaseStage3
 from fp8_ds.zero.release12 import Fp8ReleaseStage12
 from fp8_ds.zero.stage3 import Fp8ZeroStage3

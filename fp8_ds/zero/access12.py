@@ -2,8 +2,7 @@
 
 What a user writes besides holds until the next step, which starts from the masters, unless
 `_restore_from_bit16_weights` (stock's `refresh_fp32_params`) makes masters of it before: until then each rank keeps its
-elements of it as they were written, which FP8 bytes round. Where masters are split, states12.py overrides what reads
-and writes one.
+elements of it as they were written, which FP8 bytes round.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from fp8_ds.comm import gather_runs
 from fp8_ds.optim.written import CHANCE
-from fp8_ds.zero.kind_buffer import KindBuffer
 from fp8_ds.zero.payload import Fp8Payload
 from fp8_ds.zero.sharded import same_bits
 
@@ -36,19 +34,10 @@ class Written(NamedTuple):
 
 
 class Fp8AccessStage12:
-    """Base of `Fp8ZeroStage12`, which has the compact buffers.
+    """Base of `Fp8ZeroStage12`, which has the compact buffers."""
 
-    Attributes:
-        fp8_is_exporting: within `fp8_export`.
-    """
-
-    _fp8_kinds: list[KindBuffer]
-    _hp_kinds: list[KindBuffer]
-    _fp8_overwritten: dict[int, Written]  # by id of payload
     _fp8_loading = False
     fp8_is_exporting = False
-
-    # --- reads ---
 
     @contextmanager
     def fp8_dense(self: Any) -> Iterator[dict[str, Tensor]]:
@@ -60,8 +49,8 @@ class Fp8AccessStage12:
         """While inside, readers of FP8 weights get bf16 of the masters, bitwise. Collective on entry.
 
         Args:
-            wanted: this rank will read them; elsewhere readers get meta tensors and no memory is spent. Of a weight
-                that a user has frozen they get one NaN on the CPU, expanded: stock saves copy it there on every rank.
+            wanted: this rank will read them; elsewhere readers get meta tensors. Of a weight that a user has frozen
+                they get one NaN on the CPU, expanded: stock saves copy it there on every rank.
             on_device: readers get them where the weights are, and not on the CPU: 2 bytes a weight.
         """
         payloads: list[Fp8Payload] = []
@@ -88,18 +77,15 @@ class Fp8AccessStage12:
         kind = self._fp8_kinds[i]
         slot = kind.layout.slots[index]
         full = torch.zeros(slot.numel, dtype=kind.params[index].dtype, device=kind.buffer.device)
-        master = self.single_partition_of_fp32_groups[i].detach()
-        for f in kind.own:
-            if f.index == index:
-                full.narrow(0, f.tensor_start, f.numel).copy_(master.narrow(0, f.partition_start, f.numel))
-        return self._fp8_share(kind, index, full)
-
-    def _fp8_share(self: Any, kind: KindBuffer, index: int, full: Tensor) -> Tensor:
-        """Complete `full`, in which every rank has filled its fragment of tensor `index`. Collective."""
+        self._fp8_read_master(i, index, full)
         gather_runs(kind.group, full, kind.layout.runs_of(index))
         return full.view(kind.shapes[index])
 
-    # --- writes ---
+    def _fp8_read_master(self: Any, i: int, index: int, full: Tensor) -> None:
+        """Fill this rank's elements of `full`, 1-D, with the master of weight `index` of group `i`."""
+        if (f := self._fp8_kinds[i].own_of.get(index)) is not None:
+            master = self.single_partition_of_fp32_groups[i].detach()
+            full.narrow(0, f.tensor_start, f.numel).copy_(master.narrow(0, f.partition_start, f.numel))
 
     @contextmanager
     def fp8_load(self: Any) -> Iterator[None]:
@@ -136,7 +122,7 @@ class Fp8AccessStage12:
     def _fp8_keep_written(self: Any, group_index: int, index: int, flat: Tensor) -> None:
         """A user is about to write `flat` (1-D) into weight `index` of a group: keep this rank's elements of it."""
         kind = self._fp8_kinds[group_index]
-        payload, f = kind.params[index]._fp8, next((f for f in kind.own if f.index == index), None)
+        payload, f = kind.params[index]._fp8, kind.own_of.get(index)
         if f is None:
             return
         flat = flat.to(payload.dtype)
@@ -153,22 +139,17 @@ class Fp8AccessStage12:
 
     def _fp8_take_over(self: Any, group_index: int, index: int, flat: Tensor) -> None:
         """With `fp8_load`, `flat` (1-D) is the master of weight `index` of a group, whose bytes are already its."""
-        if not self._fp8_loading:
-            return
-        kind = self._fp8_kinds[group_index]
-        master = self.single_partition_of_fp32_groups[group_index].data
-        for f in kind.own:
-            if f.index == index:
-                piece = flat.narrow(0, f.tensor_start, f.numel)
-                master.narrow(0, f.partition_start, f.numel).copy_(piece)
+        f = self._fp8_kinds[group_index].own_of.get(index)
+        if self._fp8_loading and f is not None:
+            master = self.single_partition_of_fp32_groups[group_index].data
+            master.narrow(0, f.partition_start, f.numel).copy_(flat.narrow(0, f.tensor_start, f.numel))
 
     @torch.no_grad()
     def _restore_from_bit16_weights(self: Any) -> None:
         """Masters from the model's weights, where the model's weights are the newer (a module-only load).
 
-        An FP8 weight that nobody wrote is derived from its master and leaves it alone; one loaded through the engine
-        has set its master already; one written by the user gives it the bf16 values that were written, without an FP8
-        rounding, and leaves it alone where it was written as it was read.
+        An FP8 weight that a user wrote gives its master the bf16 values that were written, without an FP8 rounding, and
+        leaves it alone where it was written as it was read.
         """
         self._fp8_point_params(keep_values=True)
         for i, (fp8, hp) in enumerate(zip(self._fp8_kinds, self._hp_kinds, strict=True)):
@@ -189,15 +170,9 @@ class Fp8AccessStage12:
         self._fp8_refresh(is_step=False)
 
 
-class WeightWriter:
+@torch.no_grad()
+def write_through(owner: weakref.ref[Any], group_index: int, index: int, slot: int, value: Tensor) -> None:
     """`payload.write` of one weight: somebody wrote the Parameter; keep its bytes, and on a load its master, true."""
-
-    def __init__(self, owner: Any, group_index: int, index: int, slot: int) -> None:
-        self.owner = weakref.ref(owner)
-        self.group_index, self.index, self.slot = group_index, index, slot
-
-    @torch.no_grad()
-    def __call__(self, value: Tensor) -> None:
-        owner = self.owner()
-        assert owner is not None
-        owner._fp8_write(self.group_index, self.index, self.slot, value.contiguous().view(-1))
+    optimizer = owner()
+    assert optimizer is not None
+    optimizer._fp8_write(group_index, index, slot, value.contiguous().view(-1))

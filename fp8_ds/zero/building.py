@@ -1,8 +1,7 @@
 """While DeepSpeed builds a ZeRO optimizer whose states will be FP8: it makes no dense masters, moments or gradients.
 
-DeepSpeed looks its optimizer classes up by name when it builds one. In their place it finds a subclass that leaves
-out the state initialisation which `Fp8StatesStage12` and `Fp8StatesStage3` replace.
-Seams: fp8_ds/engine/seams.py.
+DeepSpeed looks its optimizer classes up by name, and finds a subclass that leaves out the state initialisation which
+`Fp8StatesStage12` and `Fp8StatesStage3` replace. Seams: fp8_ds/engine/seams.py.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from fp8_ds.zero.split import virtual_flat
 
 
 class BuildingHost:
-    """Common base of the two."""
-
     fp8_releases = False
 
     def initialize_optimizer_states(self) -> None:
@@ -43,11 +40,6 @@ class Building12(BuildingHost):
 
 class Building3(BuildingHost):
     """Mix-in before DeepSpeedZeroOptimizer_Stage3."""
-
-    fp16_partitioned_groups_flat_numel: list[int]
-    fp16_partitioned_groups_flat_id: list[list[int]]
-    fp32_partitioned_groups_flat: list[Any]
-    optimizer: Any
 
     def _setup_for_real_optimizer(self: Any) -> None:
         """With gradient release: no buffer for the gradients of all parameters, and small buckets."""
@@ -77,11 +69,7 @@ class Building3(BuildingHost):
 
 @contextmanager
 def building(releases: bool) -> Iterator[None]:
-    """While inside, DeepSpeed builds these instead of its own classes.
-
-    Args:
-        releases: gradients are released during the backward.
-    """
+    """While inside, DeepSpeed builds these instead of its own classes. `releases`: with gradient release."""
     places = (
         (engine_module, "DeepSpeedZeroOptimizer", Building12),
         (stage3_module, "DeepSpeedZeroOptimizer_Stage3", Building3),

@@ -30,8 +30,7 @@ class Fp8Context:
     release: updates during the backward, None without.
     precision: which layers compute in bf16; None until the engine is built.
 
-    A user may freeze weights in the middle of a run (`requires_grad_(False)`). They keep their masters: what is
-    trainable here was so at the start.
+    What is trainable here was so at the start: weights that a user freezes in the middle of a run keep their masters.
     """
 
     config: Fp8Config

@@ -30,9 +30,8 @@ class InFlight:
     def arrived(self, fetch: Fetch) -> None:
         """All of `fetch` is there. Where the coordinator has waited for one of a leaf, the others leave its registry.
 
-        Not those that a later call has asked for, if the leaf has been used and released since; nor where the one is
-        waited for by another module, which shares it: the leaf may never be used, and what is in the registry then is
-        released.
+        Not those that a later call has asked for, if the leaf has been released since; nor where another module that
+        shares the one waited for it: the leaf may never be used, and what is in the registry then is released.
         """
         if not self.has_leaves:
             return
@@ -52,9 +51,8 @@ class Fetch:
     """What the coordinator has asked for in one call, as one handle: weights in FP8, and what stock code gathers.
 
     The coordinator waits for parameters one by one, and records and polls an event for each, by which it bounds how far
-    the host runs ahead: a quarter of a millisecond for a decoder layer, and with its bound of two, a wait for what the
-    layer itself has asked for. With leaves the first one that is waited for takes the leaf's others with it, and the
-    bound counts them as one.
+    the host runs ahead: a quarter of a millisecond for a decoder layer. With leaves the first one that is waited for
+    takes the leaf's others with it, and the bound counts them as one.
     """
 
     def __init__(self, handles: list[Any], params: list[Any], in_flight: InFlight) -> None:

@@ -27,7 +27,7 @@ def pieces_of(flat: Tensor, places: Sequence[tuple[int, int]]) -> list[Tensor]:
 
 
 class KindBuffer:
-    """The compact buffer of one kind (FP8 or bf16) in one parameter group, and this rank's fragments in it."""
+    """The compact buffer of one kind (FP8 or bf16) in one parameter group, and this rank's fragments in it (`own`)."""
 
     def __init__(
         self,
@@ -46,6 +46,7 @@ class KindBuffer:
             flat_starts, [p.numel() for p in params], partition_size, dist.get_world_size(group), alignment
         )
         self.own = self.layout.fragments[dist.get_rank(group)]
+        self.own_of = {fragment.index: fragment for fragment in self.own}
         self.buffer = torch.zeros(self.layout.numel, dtype=dtype, device=device)
 
     def view(self, index: int) -> Tensor:
@@ -64,7 +65,7 @@ class KindBuffer:
         ]
 
     def copy_own(self, partition: Tensor) -> None:
-        """Copy this rank's fragments out of its partition of the flat group, in as many calls for one as for many."""
+        """Copy this rank's fragments out of its partition of the flat group."""
         if self.own:
             torch._foreach_copy_(
                 pieces_of(self.buffer, [(f.compact_start, f.numel) for f in self.own]),

@@ -1,9 +1,8 @@
 """CompactLayout: where each tensor of one kind lies in a gather buffer, and which rank owns which bytes.
 
 Pure arithmetic, no tensors. ZeRO-1/2 cuts one flat group, FP8 weights and bf16 parameters mixed, into equal
-partitions. Gathering the flat group as it is would move bf16 for all of it, or one byte with holes. So each kind
-gets a buffer of its own in the order of the flat group. The cut is unchanged: a rank's share of a kind is the part
-of that kind inside its partition, a contiguous *run* of the compact buffer. Runs are uneven.
+partitions. Each kind gets a buffer of its own in the order of the flat group. The cut is unchanged: a rank's share of
+a kind is the part of that kind inside its partition, a contiguous *run* of the compact buffer. Runs are uneven.
 
 Glossary: *flat*: DeepSpeed's group, in elements, padding included. *partition*: a rank's equal part of it. *slot*: a
 tensor's place in the compact buffer. *fragment*: the intersection of a tensor and a partition. *run*: all fragments
@@ -65,15 +64,6 @@ class CompactLayout:
     runs: tuple[Run, ...]
     numel: int
 
-    @property
-    def num_ranks(self) -> int:
-        return len(self.fragments)
-
-    @property
-    def num_weights(self) -> int:
-        """Elements of all tensors, alignment excluded."""
-        return sum(slot.numel for slot in self.slots)
-
     def runs_of(self, index: int) -> tuple[Run, ...]:
         """The fragments of tensor `index` as runs counted from the tensor's own start."""
         return tuple(
@@ -94,24 +84,17 @@ def compact_layout(
     """Lay the tensors out one after another, each starting at a multiple of `alignment` elements.
 
     Args:
-        flat_starts: first element of each tensor in the flat group, ascending, not overlapping.
+        flat_starts: first element of each tensor in the flat group, ascending.
         numels: elements of each tensor (0 is allowed).
         partition_size: elements of the flat group that each rank owns.
         num_ranks: size of the ZeRO group.
-        alignment: elements; 16 for one-byte weights, since FP8 GEMMs read 16 bytes at a time.
-
-    Raises:
-        ValueError: tensors out of order, or one lies beyond the last partition.
     """
     slots: list[Slot] = []
     fragments: list[list[Fragment]] = [[] for _ in range(num_ranks)]
     compact_end = flat_end = 0
     for index, (flat_start, numel) in enumerate(zip(flat_starts, numels, strict=True)):
-        if flat_start < flat_end:
-            raise ValueError(f"tensors must be in flat order, got tensor {index} at {flat_start} before {flat_end}")
+        assert flat_end <= flat_start <= num_ranks * partition_size - numel, (index, flat_start, numel)
         flat_end = flat_start + numel
-        if flat_end > num_ranks * partition_size:
-            raise ValueError(f"tensor {index} ends at {flat_end}, beyond {num_ranks} x {partition_size} elements")
         start = -(-compact_end // alignment) * alignment
         slots.append(Slot(start, flat_start, numel))
         compact_end = start + numel

@@ -15,11 +15,11 @@ from fp8_ds.host_copy import HostCopy
 def global_norm(optimizer: Any, grads: list[Tensor], params: list[Any]) -> Tensor:
     """L2 norm of all gradients over the ZeRO group and the model-parallel group; float32, 0-dim. Collective.
 
-    Counts what stock code counts: replicated parameters (pipeline, model parallel) once. Infinite or NaN if one is, NaN
-    where ranks would step with different numbers.
+    Counts replicated parameters (pipeline, model parallel) once, as stock does. Infinite or NaN if one is, NaN where
+    ranks would step with different numbers.
 
     Args:
-        optimizer: the ZeRO optimizer; its `_fp8_squares` is a `SumOfSquares`, its `_fp8_alike` a `SameNumbers`.
+        optimizer: a ZeRO optimizer that is `Fp8States`.
         grads: this rank's pieces, none twice.
         params: the parameters they are of.
     """
@@ -61,8 +61,7 @@ def clip_factor(norm: Tensor, max_norm: float, loss_scale: float) -> Tensor:
 class OverflowFlag:
     """Whether a step was skipped, as the host learns it: in that step if it waits for the device, else a step later.
 
-    The flag travels as soon as the norm is known, before the update is launched: a host that waits for it goes on while
-    the update runs, so the device does not run dry.
+    The flag travels before the update is launched: a host that waits for it goes on while the update runs.
     """
 
     def __init__(self) -> None:
@@ -75,11 +74,7 @@ class OverflowFlag:
         """Whether the last answer was about the step that asked for it."""
 
     def send(self, skip: Tensor) -> None:
-        """The flag of this step sets out for the host.
-
-        Args:
-            skip: int32, 0-dim, not written before `resolve`.
-        """
+        """The flag of this step (int32, 0-dim, not written before `resolve`) sets out for the host."""
         self.last = skip
         if skip.device.type != "cuda":
             self._sent = skip
@@ -91,11 +86,7 @@ class OverflowFlag:
         self._is_pending = True
 
     def resolve(self, wait: bool) -> bool:
-        """Whether this step was skipped, or, if the host does not wait, the one before.
-
-        Args:
-            wait: for the device (`bf16.check_grad_overflow`). On a CPU there is nothing to wait for.
-        """
+        """Whether this step was skipped, or, if the host does not `wait` for the device, the one before."""
         if self._sent is not None:
             sent, self._sent = self._sent, None
             self.is_current = True

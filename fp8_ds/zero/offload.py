@@ -1,7 +1,7 @@
 """`engine.offload_states` / `reload_states` for what FP8 holds in place of DeepSpeed's tensors.
 
-Of weights (`lp_params`) the compact buffers; with FP8 states of masters (`hp_params`) the low parts, and the moments
-(`optim_states`) with their scales.
+Of weights (`lp_params`) the compact buffers or shards; with FP8 states of masters (`hp_params`) the low parts, and the
+moments (`optim_states`) with their scales.
 """
 
 from __future__ import annotations
@@ -14,11 +14,7 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStat
 
 
 def split_lp_params(optimizer: Any, include: Any, device: Any) -> tuple[Any, bool, Any]:
-    """Take `lp_params` out of what stock code shall offload.
-
-    Returns:
-        the states left for stock, whether the weights shall be offloaded now, and the device.
-    """
+    """(the states to offload but `lp_params`, whether these are to be offloaded now, and the device)."""
     device = OffloadDeviceEnum.cpu if device is None else device
     wanted = set(OffloadStateTypeEnum) if include is None else set(include)
     with_weights = OffloadStateTypeEnum.lp_params in wanted
@@ -26,16 +22,15 @@ def split_lp_params(optimizer: Any, include: Any, device: Any) -> tuple[Any, boo
     return wanted - {OffloadStateTypeEnum.lp_params}, with_weights and not already, device
 
 
-def offload_kinds(optimizer: Any, device: Any) -> None:
-    """Move the compact buffers of ZeRO-1/2 to `device`; readers still work there, compute does not."""
-    _move(optimizer, torch.device(device.value))
+def offload_weights(optimizer: Any, device: Any) -> None:
+    """Move the weights to `device`; readers still work there, compute does not."""
+    optimizer._fp8_move_weights(torch.device(device.value))
     optimizer.offloaded_states.add(OffloadStateTypeEnum.lp_params)
 
 
-def reload_kinds(optimizer: Any) -> None:
-    """Bring the compact buffers back and point every parameter into them again."""
+def reload_weights(optimizer: Any) -> None:
     if OffloadStateTypeEnum.lp_params in optimizer.offloaded_states:
-        _move(optimizer, torch.device(get_accelerator().current_device_name()))
+        optimizer._fp8_move_weights(torch.device(get_accelerator().current_device_name()))
         optimizer.offloaded_states.remove(OffloadStateTypeEnum.lp_params)
 
 
@@ -50,7 +45,6 @@ def offload_adam(optimizer: Any, include: Any, device: Any) -> set[OffloadStateT
 
 
 def reload_adam(optimizer: Any) -> None:
-    """Bring low parts and moments back."""
     chosen = optimizer.offloaded_states & {OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params}
     _move_adam(optimizer, chosen, torch.device(get_accelerator().current_device_name()))
     optimizer.offloaded_states.difference_update(chosen)
@@ -65,18 +59,3 @@ def _move_adam(optimizer: Any, chosen: set[OffloadStateTypeEnum], device: torch.
         if OffloadStateTypeEnum.hp_params in chosen and shard.lo is not None:
             shard.lo = shard.lo.to(device)
     core.moved()
-
-
-def _move(optimizer: Any, device: torch.device) -> None:
-    optimizer._fp8_point_params(keep_values=True)
-    for fp8, hp in zip(optimizer._fp8_kinds, optimizer._hp_kinds, strict=True):
-        fp8.buffer = fp8.buffer.to(device)
-        hp.buffer = hp.buffer.to(device)
-        for index, p in enumerate(fp8.params):
-            p._fp8.data = fp8.view(index)
-        for index, p in enumerate(hp.params):
-            p.data = hp.view(index)
-    for bf16 in optimizer._fp8_bf16_kinds:
-        bf16.buffer = bf16.buffer.to(device)
-        for index, p in enumerate(bf16.params):
-            p._fp8.hp = bf16.view(index)

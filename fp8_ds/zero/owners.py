@@ -1,8 +1,7 @@
 """Readers of several engines' weights at once, as of a policy and its reference model.
 
-`GatheredParameters` calls the closures of whichever parameter is the oldest, with all of the list. Stock closures would
-read the placeholders of FP8 shards, which are NaN, and ours know the shards of their own engine alone: so each hands on
-what is another's.
+`GatheredParameters` calls the closures of whichever parameter is the oldest, with all of the list: each hands on what
+is another's. Stock closures would read the placeholders of FP8 shards, which are NaN.
 """
 
 from __future__ import annotations
@@ -32,25 +31,22 @@ class ParamHooks:
             setattr(param, name, getattr(self, name))
 
     def remove(self) -> None:
-        """The closures are stock again."""
         for name in self.closures:
             setattr(self.param, name, getattr(self, f"stock_{name}"))
 
 
 class StockParamHooks(ParamHooks):
-    """The closures of a ZeRO-3 parameter beside engines in FP8: stock, but for those engines' weights."""
+    """The closures of a ZeRO-3 parameter beside engines in FP8: stock for stock's."""
 
     closures = ("all_gather", "partition")
 
     def all_gather(self, param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
-        """Stock for stock's."""
         params = hand_on([self.param] if param_list is None else param_list, self.shards, "all_gather")
         return self.stock_all_gather(params, async_op=async_op, hierarchy=hierarchy)
 
     def partition(
         self, param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, free_data: bool = True
     ) -> None:
-        """Stock for stock's."""
         params = [self.param] if param_list is None else param_list
         options = {"has_been_updated": has_been_updated, "free_data": free_data}
         self.stock_partition(
@@ -59,15 +55,10 @@ class StockParamHooks(ParamHooks):
 
 
 def hand_on(params: Iterable[Any], owner: Any, method: str, **options: Any) -> list[Any]:
-    """`method` has been called for the parameters of each owner but this one, by their own closures.
+    """The `params` of `owner` (shards of an engine in FP8; None: stock), once all others' own closures named `method`
+    have been called.
 
     Collective, in the order of `params`, which is the same on all ranks.
-
-    Args:
-        owner: the shards of an engine in FP8, or None for stock.
-
-    Returns:
-        Those of `owner`.
     """
     groups: dict[Any, list[Any]] = {owner: []}
     for p in params:

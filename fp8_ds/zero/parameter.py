@@ -1,9 +1,8 @@
 """Fp8Parameter: a Parameter whose nominal data is a NaN placeholder and whose readers see the true weight.
 
 DeepSpeed, autograd and optimizers need a bf16 Parameter: shape, numel, dtype, grad, hooks. Its bytes are in FP8
-elsewhere (`p._fp8`). Users and libraries read parameters whenever they like (state_dict, EMA, PEFT, logging, an
-un-converted matmul): the class below hands them de-quantised values, and sends their writes to the FP8 bytes.
-A Parameter is *retyped* (`p.__class__ = Fp8Parameter`): the object, its hooks and its place in every list stay.
+elsewhere (`p._fp8`). Users and libraries read parameters whenever they like (state_dict, EMA, PEFT, logging): the class
+hands them de-quantised values, and sends their writes to the FP8 bytes.
 """
 
 from __future__ import annotations
@@ -83,13 +82,10 @@ def _is_tracing() -> bool:
 
 
 class _Unpack:
-    """An unpack hook of saved tensors that hands back the values of an FP8 weight in place of the weight.
+    """The user's unpack hook of saved tensors, which hands back the values of an FP8 weight in place of the weight.
 
     autograd makes a new tensor of what the hook returns, without class and attributes (`SavedVariable::unpack` in
     torch/csrc/autograd/saved_variable.cpp, torch 2.13): of the weight itself one of NaN.
-
-    Args:
-        hook: the user's.
     """
 
     def __init__(self, hook: Callable[[Any], Tensor]) -> None:
@@ -107,8 +103,7 @@ class _Unpack:
 def keep_values_in_hooks() -> None:
     """The hooks on saved tensors that are active now hand back values of FP8 weights; until their `with` ends.
 
-    Called where a weight is read, for a Function may save it next, and where an engine's forward begins. Without hooks
-    autograd keeps the Parameter itself.
+    Called where a weight is read, for a Function may save it next, and where an engine's forward begins.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is not None and not isinstance(hooks[1], _Unpack):
@@ -145,8 +140,6 @@ class Fp8Parameter(nn.Parameter):
                     values = _Dequantize.apply(target).detach()
                     is_export = target._fp8.export is not None  # type: ignore[attr-defined]
                     return values if is_in_graph or is_export else WeightData.of(target, values)
-                if name == "flatten" and target._fp8.quiet:  # type: ignore[attr-defined]
-                    return target._fp8.placeholder.expand(target.numel())  # type: ignore[attr-defined]
             targets = targets_of(name, args, kwargs)
             if any(isinstance(x, WeightData) for x in targets):  # with the weight before it torch asks it no more
                 func = partial(_write_data, func)
@@ -233,8 +226,7 @@ def _set_data(weight: Any, value: Tensor) -> None:
 
 
 def _is_as_read(weight: Any, value: Tensor) -> bool:
-    """Whether `value` is what `weight` gives a reader. `module.to(...)` assigns it to every parameter, also where there
-    is nothing to move or cast: no other scale then, and no error where ZeRO-3 has gathered the weight."""
+    """Whether `value` is what `weight` gives a reader, as `module.to(...)` assigns it where nothing is to cast."""
     if weight._fp8.export is not None:
         return False
     read = weight._fp8.dequantize()

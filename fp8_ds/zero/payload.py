@@ -18,25 +18,22 @@ class Fp8Payload:
     Args:
         name: the weight's name in the model, for messages.
         scale: the weight's grid (scaling/granularity.py), float32 on the weight's device, multiplies to enter FP8. Like
-            `scale_inv` a view into the ZeRO optimizer's scale vector: its values change in place once per optimizer
-            step.
+            `scale_inv` a view into the ZeRO optimizer's scale vector, which each step changes in place.
         scale_inv: likewise, multiplies to leave FP8.
         dtype: nominal dtype of the Parameter (bf16), the dtype that readers get.
         device: where the placeholder lives.
 
     Attributes:
-        data: float8_e4m3fn tensor of the Parameter's full shape, contiguous, or None while the weight is
-            sharded (ZeRO-3) or gathered by a stock reader in bf16 (GatheredParameters). Assigning aliases the value
-            in a tensor that stays the same: who holds it sees what is assigned later.
-        placeholder: one NaN element of `dtype`, a storage of its own; the Parameter's nominal data expands it, so
-            that whatever reads past the hooks reads NaN.
+        data: float8_e4m3fn tensor of the Parameter's full shape, contiguous, or None while the weight is sharded
+            (ZeRO-3) or gathered by a stock reader in bf16 (GatheredParameters). Assigning aliases the value in a tensor
+            that stays the same: who holds it sees what is assigned later.
+        placeholder: one NaN element of `dtype`, which the Parameter's nominal data expands: whatever reads past the
+            hooks reads NaN.
         write: called with a hp tensor of full shape when somebody writes into the Parameter (`copy_`, `data = `).
         has_master: whether what is written is kept in more bits somewhere; a frozen weight's is not in ZeRO-1/2.
-        export: while set, readers get this tensor (bf16 of the master) instead of de-quantised bytes.
-        hp: while the layer computes in bf16 under ZeRO-1/2, its weight: bf16 of the master, full shape. Readers get a
-            copy of it.
+        export: while set, readers get this tensor instead of de-quantised bytes.
+        hp: while the layer computes in bf16 under ZeRO-1/2, its weight: bf16 of the master, full shape.
         version: another after each step, load and write of ZeRO-1/2; reads of the values before are old then.
-        quiet: while set, `flatten` returns the placeholder expanded, at zero bytes (linking of fp32 fragments).
     """
 
     __slots__ = (
@@ -49,7 +46,6 @@ class Fp8Payload:
         "hp",
         "name",
         "placeholder",
-        "quiet",
         "scale",
         "scale_inv",
         "version",
@@ -71,7 +67,6 @@ class Fp8Payload:
         self.export: Tensor | None = None
         self.has_master = True
         self.hp: Tensor | None = None
-        self.quiet = False
         self.version = 0
 
     @property
@@ -86,11 +81,7 @@ class Fp8Payload:
         self._bytes.data = self._no_bytes if value is None else value
 
     def dequantize(self) -> Tensor:
-        """The weight in its nominal dtype, full shape; a new tensor.
-
-        Raises:
-            AssertionError: the weight is not gathered.
-        """
+        """The gathered weight in its nominal dtype, full shape; a new tensor."""
         if self.hp is not None:
             return self.hp.clone()
         assert self.data is not None, f"{self.name} is not gathered"

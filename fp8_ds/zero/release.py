@@ -1,13 +1,11 @@
 """Gradient release: weights are updated during the backward, bucket by bucket, and their gradients freed at once.
 
-The global gradient norm is known only when the last gradient is, so exact clipping needs all reduced gradients at
-once: `release_clipping: "exact"` with clipping holds the reduced shards until `step` (2 bytes per parameter and rank
-share) and this module has nothing to do. "delayed_norm" clips by the global norm of the step before; a first step is
-not clipped.
+Exact clipping needs all reduced gradients at once: `release_clipping: "exact"` with clipping holds the reduced shards
+until `step` (2 bytes per parameter and rank share) and this module has nothing to do. "delayed_norm" clips by the
+global norm of the step before; a first step is not clipped.
 
-A bucket with an infinite or NaN gradient is skipped, alone: buckets before it have been updated already. With model
-parallelism that would be on some ranks only, for each has its own part of the gradients, and parameters that all of
-them hold would differ from then on: it is refused.
+A bucket with an infinite or NaN gradient is skipped, alone: buckets before it have been updated already. Ranks of model
+parallelism would skip different ones, and parameters that all of them hold would differ: it is refused.
 
 Source: LOMO (arXiv 2306.09782).
 """
@@ -36,14 +34,7 @@ NO_GRADIENT = (
 
 
 def refuse_model_parallel(group: Any) -> None:
-    """Buckets are updated without asking the other ranks of a model: there are none.
-
-    Args:
-        group: of tensor and model parallelism; None: there is none.
-
-    Raises:
-        ConfigError: it has several ranks.
-    """
+    """Raise ConfigError where `group`, of tensor and model parallelism (None: without), has several ranks."""
     size = 1 if group is None else dist.get_world_size(group)
     if size > 1:
         raise ConfigError(
@@ -52,6 +43,14 @@ def refuse_model_parallel(group: Any) -> None:
             'Set "release": false; with "release_clipping": "exact" and gradient_clipping, reduced shards are held and '
             "it may stay."
         )
+
+
+def make_updater(optimizer: Any, groups: Sequence[Sequence[Any]]) -> ReleaseUpdater:
+    """The updater of a ZeRO optimizer with FP8 states whose parameters are `groups`."""
+    num_parameters = sum(map(len, groups))
+    indices = {name: index for index, name in enumerate(optimizer._fp8_scale_names)}
+    group, max_norm = optimizer.dp_process_group, optimizer.clip_grad
+    return ReleaseUpdater(optimizer.optimizer.core, num_parameters, indices, group, max_norm)
 
 
 class ReleaseUpdater:
@@ -89,11 +88,7 @@ class ReleaseUpdater:
         """Global norm of the last step without infinities and NaN."""
 
     def expect(self, names: Sequence[str]) -> None:
-        """Gradients of the parameters `names` are there, and will be in an `update`.
-
-        Raises:
-            RuntimeError: of one for the second time since the last `finish`.
-        """
+        """Gradients of the parameters `names` are there; RuntimeError for the second time since the last `finish`."""
         if twice := self._expected.intersection(names):
             raise RuntimeError(
                 f"fp8.optimizer.release: expected one backward per step, got a second gradient of {sorted(twice)[0]}. "
@@ -119,7 +114,8 @@ class ReleaseUpdater:
         self._square_sum += total
         skip = (~torch.isfinite(total)).int()
         factor = clip_factor(self.last_norm, self.max_norm, loss_scale)
-        indices = self._scale_entries(names)
+        chosen = [self._scale_indices[name] for name in names if name in self._scale_indices]
+        indices = self._entries(("scales", *names), chosen)
         scales = self.core.scales
         if indices.numel():
             kept = torch.where(skip == 0, scales.next_scale_inv[indices], scales.previous_scale_inv[indices])
@@ -132,11 +128,7 @@ class ReleaseUpdater:
 
     @torch.no_grad()
     def finish(self, history: AmaxHistory | None) -> Tensor:
-        """The step is over: amaxes travel; returns its global gradient norm before clipping (float32, 0-dim).
-
-        Args:
-            history: amaxes of activations and gradients to be reduced along, where masters are split.
-        """
+        """The step is over: amaxes travel; returns its global gradient norm before clipping (float32, 0-dim)."""
         norm = self._square_sum.sqrt()
         self.last_norm.copy_(torch.where(torch.isfinite(norm), norm, self.last_norm))
         self._square_sum.zero_()  # in place, both: a CUDA graph of an update reads and writes them where they are
@@ -173,9 +165,6 @@ class ReleaseUpdater:
             squares = self.alike.sum(squares, param_groups)
         return squares
 
-    def _scale_entries(self, names: list[str]) -> Tensor:
-        return self._entries(("scales", *names), [self._scale_indices[n] for n in names if n in self._scale_indices])
-
     def _entries(self, key: tuple[str, ...], values: list[int]) -> Tensor:
         """`values` on the device; kept, since buckets are mostly the same in every step."""
         return self._indices.get(key, lambda: torch.tensor(values, dtype=torch.long, device=self.core.device))
@@ -185,5 +174,4 @@ class ReleaseUpdater:
         return {"last_norm": float(self.last_norm)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken."""
         self.last_norm.fill_(state["last_norm"])

@@ -13,10 +13,8 @@ from fp8_ds.errors import UnsupportedError
 from fp8_ds.zero.context import Fp8Context
 from fp8_ds.zero.layout import OUTSTANDING_UPDATE_BYTES
 from fp8_ds.zero.norm import overflow_flag
-from fp8_ds.zero.release import NO_GRADIENT, ReleaseUpdater, refuse_model_parallel
-from fp8_ds.zero.states12 import Fp8StatesStage12
-
-_STEP_TIMER, _GATHER_TIMER = OPTIMIZER_TIMERS[2], OPTIMIZER_TIMERS[0]
+from fp8_ds.zero.release import NO_GRADIENT, make_updater, refuse_model_parallel
+from fp8_ds.zero.states12 import GATHER_TIMER, STEP_TIMER, Fp8StatesStage12
 
 
 class Fp8ReleaseStage12(Fp8StatesStage12):
@@ -30,11 +28,7 @@ class Fp8ReleaseStage12(Fp8StatesStage12):
         copies = 3 if self.overlap_comm else 2  # one or two buckets, and what the reduction flattens
         bucket_bytes = OUTSTANDING_UPDATE_BYTES // copies
         self.reduce_bucket_size = min(self.reduce_bucket_size, bucket_bytes // self.dtype.itemsize)
-        num_parameters = sum(map(len, self.bit16_groups))
-        scale_indices = {self._fp8_names[id(p)]: i for i, p in enumerate(self._fp8_flat_order(context))}
-        context.release = self._fp8_release = ReleaseUpdater(
-            self.optimizer.core, num_parameters, scale_indices, self.dp_process_group, self.clip_grad
-        )
+        context.release = self._fp8_release = make_updater(self, self.bit16_groups)
         self._fp8_alike = self._fp8_release.alike
         self._fp8_ready: dict[str, Tensor] = {}
 
@@ -105,14 +99,14 @@ class Fp8ReleaseStage12(Fp8StatesStage12):
     def step(self: Any, closure: Any = None) -> None:
         """The updates are done; gather. `overflow`: some bucket was skipped."""
         self.micro_step_id = INITIAL_MICRO_STEP_ID
-        self.timers(_STEP_TIMER).start()
+        self.timers(STEP_TIMER).start()
         norm = self._fp8_release.finish(self._fp8.history)
         self.fp8_flag.send(overflow_flag(norm))
         self._fp8_end_step(norm)
-        self.timers(_STEP_TIMER).stop()
-        self.timers(_GATHER_TIMER).start()
+        self.timers(STEP_TIMER).stop()
+        self.timers(GATHER_TIMER).start()
         self._fp8_refresh(is_step=True)
-        self.timers(_GATHER_TIMER).stop()
+        self.timers(GATHER_TIMER).stop()
         self.timers.log(OPTIMIZER_TIMERS)
 
 

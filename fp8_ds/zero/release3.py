@@ -11,7 +11,7 @@ from torch import Tensor
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.zero.context import Fp8Context
 from fp8_ds.zero.norm import overflow_flag
-from fp8_ds.zero.release import NO_GRADIENT, ReleaseUpdater, refuse_model_parallel
+from fp8_ds.zero.release import NO_GRADIENT, make_updater, refuse_model_parallel
 from fp8_ds.zero.states3 import Fp8StatesStage3
 
 _STEP_TIMER = "optimizer_step"
@@ -25,11 +25,7 @@ class Fp8ReleaseStage3(Fp8StatesStage3):
     def fp8_init(self: Any, context: Fp8Context) -> None:
         refuse_model_parallel(self.model_parallel_group)
         super().fp8_init(context)
-        num_parameters = sum(map(len, self.fp16_groups))
-        scale_indices = {w.payload.name: w.index for w in self._fp8_shards.weights if w.is_trainable}
-        context.release = self._fp8_release = ReleaseUpdater(
-            self.optimizer.core, num_parameters, scale_indices, self.dp_process_group, self.clip_grad
-        )
+        context.release = self._fp8_release = make_updater(self, self.fp16_groups)
         self._fp8_alike = self._fp8_release.alike
 
     def partition_grads(self: Any, params_to_release: list[Any], grad_partitions: list[Tensor]) -> list[Tensor]:

@@ -1,9 +1,9 @@
 """FP8 shards of ZeRO-3 weights, and what gathers and releases them.
 
 DeepSpeed's coordinator calls closures that zero.Init hangs on every parameter: `all_gather_coalesced` (fetch and
-prefetch), `all_gather` (readers: GatheredParameters, external parameters) and `partition` (release). It calls those of
-whichever parameter comes first in its set, so `ZeroParamHooks` replaces all three on every parameter of the module.
-Fetched weights arrive in FP8; readers get bf16 of the masters, as in stock.
+prefetch), `all_gather` (readers: GatheredParameters, external parameters) and `partition` (release), those of whichever
+parameter comes first in its set: `ZeroParamHooks` replaces all three on every parameter of the module. Fetched weights
+arrive in FP8; readers get bf16 of the masters, as in stock.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from deepspeed import comm as ds_comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.runtime.zero.utils import assert_ints_same_as_other_ranks
 from torch import Tensor
 
 from fp8_ds.comm import ByteCounter, grouped, max_reduce
@@ -46,7 +45,7 @@ class ShardedWeight:
         self.shard = self.source = torch.empty(0, dtype=torch.float32)
         self.is_trainable: bool = param.requires_grad
         self.in_bf16 = False
-        self._has_made_bf16 = False
+        self.has_made_bf16 = False
         device = param.ds_tensor.device
         self.payload = Fp8Payload(name, quantizer.scale[index], quantizer.scale_inv[index], param.dtype, device)
         self._nominal = self.payload.nominal(param.ds_shape)
@@ -56,26 +55,23 @@ class ShardedWeight:
 
     @property
     def start(self) -> int:
-        """First element of the shard in the flattened weight."""
-        return int(ds_comm.get_rank(group=self.param.ds_process_group) * self.param.ds_tensor.ds_numel)
+        return start_of(self.param)
 
     @property
     def num_real(self) -> int:
-        """Elements of the shard that are not padding; 0 on ranks beyond the weight's end."""
-        return int(max(0, min(self.param.ds_tensor.ds_numel, self.param.ds_numel - self.start)))
+        return num_real(self.param)
 
     def drop_bf16(self) -> None:
         """Release the bf16 shard; what reads it past the hooks reads NaN."""
-        self._has_made_bf16 = False
+        self.has_made_bf16 = False
         self.param.ds_tensor.data = self.payload.placeholder.expand(self.param.ds_tensor.ds_numel)
 
     def make_bf16(self) -> None:
-        """Make the bf16 shard from the master."""
         source = self.source
         bf16 = torch.zeros(self.param.ds_tensor.ds_numel, dtype=self.param.dtype, device=source.device)
         bf16[: source.numel()].copy_(source)
         self.param.ds_tensor.data = bf16
-        self._has_made_bf16 = True
+        self.has_made_bf16 = True
 
     def read_source(self, out: Tensor) -> None:
         """Fill `out`, bf16 [num_real], with the master."""
@@ -85,11 +81,6 @@ class ShardedWeight:
     def keeps_bf16(self) -> bool:
         """Whether `ds_tensor` stays resident; else it expands the placeholder and is made on demand."""
         return self.in_bf16 or not self.is_trainable
-
-    @property
-    def lacks_bf16(self) -> bool:
-        """Whether the bf16 shard is to be made for whoever reads it; not where an outer reader has it made already."""
-        return not (self.keeps_bf16 or self._has_made_bf16)
 
     def arrive(self, data: Tensor) -> None:
         """Make the weight available. `data`: its bytes, float8_e4m3fn of its full shape."""
@@ -105,14 +96,21 @@ class ShardedWeight:
         self.payload.data = None
 
     def leave(self) -> None:
-        """`release` a weight that is gathered in FP8 and that no module uses, as stock code's `free_param` leaves one.
-
-        Stock code comes to the same by 80 us of the host (an H200's) a weight, in every layer's forward and backward.
-        """
+        """`release` a weight that is gathered in FP8 and that no module uses, as `free_param` leaves one (in 80 us)."""
         self.release()
         with torch._C.DisableTorchFunctionSubclass():
             self.param.data = self._nothing
         self.param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+
+
+def start_of(param: Any) -> int:
+    """First element of this rank's shard in the flattened parameter."""
+    return int(ds_comm.get_rank(group=param.ds_process_group) * param.ds_tensor.ds_numel)
+
+
+def num_real(param: Any) -> int:
+    """Elements of this rank's shard that are not padding; 0 on ranks beyond the parameter's end."""
+    return int(max(0, min(param.ds_tensor.ds_numel, param.ds_numel - start_of(param))))
 
 
 _BITS = {2: torch.int16, 4: torch.int32}
@@ -150,7 +148,7 @@ class Fp8GatherHandle:
 
     Args:
         buffers: what arrives, 1-D: each weight with padding, or all of them, rank by rank; none on a single rank.
-        work: the collective; None on a single rank.
+        work: the collective.
     """
 
     def __init__(self, weights: list[ShardedWeight], buffers: list[Tensor], work: Any, num_ranks: int) -> None:
@@ -190,13 +188,7 @@ class Fp8GatherHandle:
 
 
 class Fp8Shards:
-    """All FP8 weights of one ZeRO-3 optimizer.
-
-    Args:
-        quantizer: holds their scales.
-        counter: books the bytes gathered.
-        in_flight: what the coordinator has asked for.
-    """
+    """All FP8 weights of one ZeRO-3 optimizer, whose scales `quantizer` holds."""
 
     def __init__(self, quantizer: WeightQuantizer, counter: ByteCounter, in_flight: InFlight) -> None:
         self.quantizer = quantizer
@@ -214,10 +206,6 @@ class Fp8Shards:
     def of(self, params: Iterable[Any]) -> list[ShardedWeight]:
         """The FP8 weights among `params`."""
         return [self._by_param[id(p)] for p in params if id(p) in self._by_param]
-
-    def without(self, params: Iterable[Any]) -> list[Any]:
-        """The parameters among `params` that are not FP8."""
-        return [p for p in params if id(p) not in self._by_param]
 
     def fetched_in_fp8(self, params: Iterable[Any]) -> list[ShardedWeight]:
         """Those of `of` whose layers compute in FP8."""
@@ -255,20 +243,16 @@ class Fp8Shards:
             self._ready.record()
 
     def wait_until_ready(self) -> None:
-        """The current stream goes on when what `mark_ready` marked is written."""
         if self._ready is not None:
             get_accelerator().current_stream().wait_event(self._ready)
 
-    def gather(self, weights: list[ShardedWeight], safe_mode: bool = False) -> Fp8GatherHandle:
+    def gather(self, weights: list[ShardedWeight]) -> Fp8GatherHandle:
         """Start the gather of `weights`, one byte an element; they are INFLIGHT until the handle's `wait`."""
         for weight in weights:
             if weight.param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
                 raise RuntimeError(weight.param.ds_summary())
             weight.param.ds_status = ZeroParamStatus.INFLIGHT
         weights = sorted(weights, key=lambda weight: weight.param.ds_id)
-        if safe_mode:
-            assert_ints_same_as_other_ranks([weight.param.ds_id for weight in weights])
-            assert_ints_same_as_other_ranks([weight.shard.numel() for weight in weights])
         self.wait_until_ready()
         group = weights[0].param.ds_process_group
         num_ranks = ds_comm.get_world_size(group=group)
@@ -293,7 +277,8 @@ class Fp8Shards:
     @contextmanager
     def bf16_shards(self, weights: list[ShardedWeight], keep_written: bool = False) -> Iterator[None]:
         """While inside, `ds_tensor` of `weights` holds bf16: of the masters, or what a user wrote since."""
-        made = [w for w in weights if w.lacks_bf16 and id(w) not in self._written]
+        # Not where an outer reader has it made already.
+        made = [w for w in weights if not (w.keeps_bf16 or w.has_made_bf16 or id(w) in self._written)]
         for weight in made:
             weight.make_bf16()
         try:
@@ -339,19 +324,13 @@ class ZeroParamHooks(ParamHooks):
         self.shards = shards
         self.weight = next(iter(shards.of([param])), None)
 
-    @property
-    def _is_in_fp8(self) -> bool:
-        """Whether this is an FP8 weight that is gathered, in FP8, and that no module uses."""
-        weight = self.weight
-        return weight is not None and weight.payload.data is not None and not self.param.ds_active_sub_modules
-
     def all_gather_coalesced(self, params: Iterable[Any], safe_mode: bool = False, quantize: bool = False) -> Any:
         """Fetch for compute: FP8 weights in FP8, the rest as stock does."""
         params = list(params)
         weights, rest = self.shards.fetched_in_fp8(params), self.shards.fetched_by_stock(params)
         handles: list[Any] = []
         if weights:
-            handles.append(self.shards.gather(weights, safe_mode))
+            handles.append(self.shards.gather(weights))
         if rest or not weights:
             self.shards.wait_until_ready()  # stock code has no such wait: DeepSpeed's timer empties the queue for it
             handles.append(self.stock_all_gather_coalesced(rest, safe_mode, quantize))
@@ -377,9 +356,10 @@ class ZeroParamHooks(ParamHooks):
         self, param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, free_data: bool = True
     ) -> None:
         """Release; with `has_been_updated` take over the values that a reader's bf16 weight now has."""
-        if param_list is None and self._is_in_fp8 and free_data and not has_been_updated:
-            assert self.weight is not None
-            self.weight.leave()
+        weight = self.weight
+        is_fetched = weight is not None and weight.payload.data is not None and not self.param.ds_active_sub_modules
+        if param_list is None and is_fetched and free_data and not has_been_updated:
+            weight.leave()  # type: ignore[union-attr]
             return
         params = [self.param]
         if param_list is not None:

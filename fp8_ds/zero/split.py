@@ -10,10 +10,9 @@ from torch import Tensor
 
 from fp8_ds.comm import max_reduce
 from fp8_ds.optim.masters import MasterFormat, encode
+from fp8_ds.optim.states import CHUNK
 from fp8_ds.scaling.granularity import TENSOR
 from fp8_ds.scaling.predicted import PredictedScales
-
-_CHUNK = 1 << 24
 
 
 def virtual_flat(numel: int, device: torch.device | str) -> Tensor:
@@ -25,12 +24,7 @@ def virtual_flat(numel: int, device: torch.device | str) -> Tensor:
 
 
 class SplitQuantizer:
-    """In the place of `WeightQuantizer`: masters contain the FP8 bytes, so that nothing is ever quantised from them.
-
-    Args:
-        scales: of the FP8 weights, in the order of the scale vectors.
-        fmt: of their masters.
-    """
+    """In the place of `WeightQuantizer`: masters, which are in `fmt`, contain the FP8 bytes."""
 
     def __init__(self, scales: PredictedScales, fmt: MasterFormat) -> None:
         self.scales = scales
@@ -48,10 +42,6 @@ class SplitQuantizer:
     def scale_inv(self) -> Tensor:
         return self.scales.scale_inv
 
-    @property
-    def device(self) -> torch.device:
-        return self.scales.amax.device
-
     @torch.no_grad()
     def amax_of(self, index: int, value: Tensor, start: int = 0) -> Tensor:
         """Largest magnitude of `value`, a part of weight `index`: float32, 0-dim."""
@@ -66,7 +56,7 @@ class SplitQuantizer:
     def quantize_into(self, out: Tensor, value: Tensor, index: int, start: int = 0) -> None:
         """Write the high parts of `value` (1-D), wherever in the weight it starts, into `out` (1-D float8)."""
         target = out.view(torch.uint8)
-        for source, bytes_ in zip(value.split(_CHUNK), target.split(_CHUNK), strict=True):
+        for source, bytes_ in zip(value.split(CHUNK), target.split(CHUNK), strict=True):
             bytes_.copy_(encode(source.float(), self.fmt, self.scale_inv[index])[0])
 
 

@@ -1,30 +1,31 @@
 """ZeRO-1 and 2: mix-in for DeepSpeedZeroOptimizer. Weights resident in one byte, gathered in one byte.
 
 DeepSpeed builds its optimizer; then `fp8_init` takes the bf16 flat buffers away. Per parameter group two compact
-buffers remain: FP8 bytes (16-byte aligned weights) and bf16 for what is not FP8. `bit16_groups_flat` becomes a meta
-tensor of the same numel, so that stock code may still narrow it and copy into it, at zero bytes.
-What others read of the weights and write into them: access12.py. Seams: fp8_ds/engine/seams.py.
+buffers remain: FP8 bytes and bf16 for what is not FP8. `bit16_groups_flat` becomes a meta tensor of the same numel:
+stock code may still narrow it and copy into it. Seams: fp8_ds/engine/seams.py.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import stage_1_and_2
-from torch import Tensor, nn
+from torch import Tensor
 
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.formats import E4M3
 from fp8_ds.scaling.granularity import Granularity
-from fp8_ds.zero import graphs
-from fp8_ds.zero.access12 import Fp8AccessStage12, WeightWriter, Written
+from fp8_ds.zero.access12 import Fp8AccessStage12, Written, write_through
 from fp8_ds.zero.context import Fp8Context
 from fp8_ds.zero.kind_buffer import KindBuffer
+from fp8_ds.zero.offload import offload_weights, reload_weights, split_lp_params
 from fp8_ds.zero.parameter import retype
 from fp8_ds.zero.payload import Fp8Payload
 from fp8_ds.zero.weights import Part, WeightQuantizer
@@ -44,12 +45,6 @@ class Fp8ZeroStage12(Fp8AccessStage12):
     _fp8: Fp8Context
     _fp8_fills_from_bf16 = False
     """Whether `_fp8_fill_group` reads the bf16 weights; else they are freed before it makes FP8 bytes."""
-    _fp8_free_bytes = _HP_FREE_BYTES
-
-    # What the host class provides (deepspeed/runtime/zero/stage_1_and_2.py).
-    bit16_groups: list[list[nn.Parameter]]
-    bit16_groups_flat: Any
-    dp_process_group: dist.ProcessGroup
 
     def fp8_init(self: Any, context: Fp8Context) -> None:
         """Replace the bf16 flat groups by FP8 and bf16 compact buffers. Collective (first quantisation)."""
@@ -57,8 +52,8 @@ class Fp8ZeroStage12(Fp8AccessStage12):
         names = {id(p): name for name, p in context.trainable.items()}
         self._fp8_quantizer = self._fp8_make_quantizer(context, self.bit16_groups_flat[0].device)
         self._fp8_in_step = False
-        self._fp8_own_gradients = graphs.OwnGradients()
-        self._fp8_overwritten: dict[int, Written] = {}
+        self._fp8_own_gradients = OwnGradients()
+        self._fp8_overwritten: dict[int, Written] = {}  # by id of payload
         self._fp8_norms: list[tuple[Any, Tensor]] = []
         owned = OwnedGroups(self.bit16_groups_flat)
         owned.owner = weakref.ref(self)
@@ -91,8 +86,8 @@ class Fp8ZeroStage12(Fp8AccessStage12):
     def _fp8_init_group(self: Any, i: int, names: dict[int, str], first: int) -> int:
         """Move group `i` out of the flat buffer and drop it; returns its number of FP8 weights.
 
-        The order is what keeps the peak low: what is bf16 moves, no FP8 weight points into the flat buffer any more, it
-        goes, and only then is there a buffer for FP8 bytes. Where masters are split it stays until these are encoded.
+        The order keeps the peak low: what is bf16 moves, the flat buffer goes, and only then come FP8 bytes. Where
+        masters are split it stays until these are encoded.
         """
         flat: Tensor = self.bit16_groups_flat[i]
         params, dtype, device = self.round_robin_bit16_groups[i], flat.dtype, flat.device
@@ -112,12 +107,11 @@ class Fp8ZeroStage12(Fp8AccessStage12):
         self.parallel_partitioned_bit16_groups[i] = self.get_data_parallel_partitions(self.bit16_groups_flat[i], i)
         bf16 = flat if self._fp8_fills_from_bf16 else None
         del flat
-        assert E4M3.dtype is not None
-        fp8 = self._fp8_make_kind(i, is_fp8, E4M3.dtype, device)
+        fp8 = self._fp8_make_kind(i, is_fp8, E4M3.torch_dtype, device)
         self._fp8_fill_group(i, bf16, fp8, hp)
         for index, p in enumerate(weights):
             p._fp8.data = fp8.view(index)
-            p._fp8.write = WeightWriter(self, i, index, first + index)
+            p._fp8.write = partial(write_through, weakref.ref(self), i, index, first + index)
         self._fp8_kinds.append(fp8)
         self._hp_kinds.append(hp)
         return len(weights)
@@ -135,10 +129,9 @@ class Fp8ZeroStage12(Fp8AccessStage12):
         """Tell the quantiser which master elements this rank quantises into which bytes."""
         parts: list[Part | None] = []
         for i, kind in enumerate(self._fp8_kinds):
-            own = {fragment.index: fragment for fragment in kind.own}
             master = self.single_partition_of_fp32_groups[i].detach()
             for index in range(len(kind.params)):
-                fragment = own.get(index)
+                fragment = kind.own_of.get(index)
                 if fragment is None:
                     parts.append(None)
                     continue
@@ -153,24 +146,23 @@ class Fp8ZeroStage12(Fp8AccessStage12):
         self._fp8_quantizer.refresh(is_step)
         for i, hp in enumerate(self._hp_kinds):
             hp.copy_own(self.single_partition_of_fp32_groups[i].detach())
-        self._fp8_gather_all(_HP_FREE_BYTES)
+        self._fp8_gather_all()
         if is_step:
             self._fp8.counter.end_step()
         self._fp8_overwritten.clear()
 
-    def _fp8_gather_all(self: Any, free_bytes: int) -> None:
-        """Complete FP8 bytes, bf16 parameters, and bf16 of the masters where layers are in bf16. Collective.
-
-        Bytes of a group whose layers are all in bf16 stay where their owners are.
+    def _fp8_gather_all(self: Any) -> None:
+        """Complete bf16 parameters, bf16 of the masters where layers are in bf16, and the FP8 bytes of groups that have
+        layers in FP8. Collective.
         """
         counter = self._fp8.counter
         for i, (fp8, hp) in enumerate(zip(self._fp8_kinds, self._hp_kinds, strict=True)):
             if not self._fp8_is_all_bf16(i):
                 counter.fp8 += fp8.gather()
-            counter.hp += hp.gather(free_bytes)
+            counter.hp += hp.gather(_HP_FREE_BYTES)
         for i, bf16 in enumerate(self._fp8_bf16_kinds):
             self._fp8_fill_bf16(i, bf16)
-            counter.hp += bf16.gather(free_bytes)
+            counter.hp += bf16.gather(_HP_FREE_BYTES)
         self._fp8_point_params(keep_values=False)
         for p in (p for fp8 in self._fp8_kinds for p in fp8.params):
             p._fp8.version += 1
@@ -178,8 +170,6 @@ class Fp8ZeroStage12(Fp8AccessStage12):
     @torch.no_grad()
     def _fp8_point_params(self: Any, keep_values: bool) -> None:
         """Parameters that are not in FP8 point into the compact buffers, also where a user has assigned `p.data`.
-
-        Stock code points all of them into its flat buffer after each step; here the host looks for those that do not.
 
         Args:
             keep_values: what was assigned becomes the buffer's; else what the buffer has wins, as in stock code.
@@ -190,13 +180,11 @@ class Fp8ZeroStage12(Fp8AccessStage12):
                 view.copy_(value)
             p.data = view
 
-    # --- layers in bf16 ---
-
     @torch.no_grad()
     def fp8_set_bf16(self: Any, names: Collection[str]) -> None:
-        """Beside the bytes of the weights `names`, and of no others, lies bf16 of their masters. Collective.
+        """Beside the bytes of the weights `names`, and of no others, every rank has bf16 of their masters. Collective.
 
-        Two bytes a weight on every rank, gathered after each step. What a user has written since the last step holds.
+        What a user has written since the last step holds.
         """
         skipped = [i for i in range(len(self._fp8_kinds)) if self._fp8_is_all_bf16(i)]
         self._fp8_bf16_kinds, kinds = [], []  # what was there is freed first
@@ -204,18 +192,15 @@ class Fp8ZeroStage12(Fp8AccessStage12):
             p._fp8.hp = None
             p._fp8.version += 1
         for i, fp8 in enumerate(self._fp8_kinds):
-            chosen = [k for k, p in enumerate(fp8.params) if p._fp8.name in names]
-            params, starts = [fp8.params[k] for k in chosen], [fp8.layout.slots[k].flat_start for k in chosen]
-            dtype = self._hp_kinds[i].buffer.dtype
-            size, group = int(self.partition_size[i]), self.real_dp_process_group[i]
-            bf16 = KindBuffer(params, starts, size, group, dtype, fp8.buffer.device)
+            chosen = [hasattr(p, "_fp8") and p._fp8.name in names for p in self.round_robin_bit16_groups[i]]
+            bf16 = self._fp8_make_kind(i, chosen, self._hp_kinds[i].buffer.dtype, fp8.buffer.device)
             self._fp8_fill_bf16(i, bf16)
             for f in bf16.own:
-                written = self._fp8_overwritten.get(id(params[f.index]._fp8))
+                written = self._fp8_overwritten.get(id(bf16.params[f.index]._fp8))
                 if written is not None:
                     bf16.buffer.narrow(0, f.compact_start, f.numel).copy_(written.values)
-            bf16.gather(self._fp8_free_bytes)
-            for index, p in enumerate(params):
+            bf16.gather(_HP_FREE_BYTES)
+            for index, p in enumerate(bf16.params):
                 p._fp8.hp = bf16.view(index)
             kinds.append(bf16)
         self._fp8_bf16_kinds = kinds
@@ -229,7 +214,6 @@ class Fp8ZeroStage12(Fp8AccessStage12):
         return 0 < num == len(self._fp8_kinds[i].params)
 
     def _fp8_fill_bf16(self: Any, i: int, bf16: KindBuffer) -> None:
-        """bf16 of this rank's masters."""
         bf16.copy_own(self.single_partition_of_fp32_groups[i].detach())
 
     def step(self: Any, closure: Any = None) -> None:
@@ -254,24 +238,20 @@ class Fp8ZeroStage12(Fp8AccessStage12):
         super().update_lp_params()  # type: ignore[misc]
 
     def backward_epilogue(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Gradients that wait for the step, or for those of further micro-batches, leave the memory of CUDA graphs.
-
-        Stock code keeps the very tensors that autograd left (in stage 2 on lists), and adds the next ones to them; the
-        next replay would write over them.
+        """Gradients that wait for the step, or for more micro-batches, leave the memory of CUDA graphs: stock code has
+        the very tensors that autograd left, and the next replay would write over them.
         """
         super().backward_epilogue(*args, **kwargs)  # type: ignore[misc]
-        if graphs.are_replayed():
+        if are_replayed():
             params = itertools.chain.from_iterable(self.bit16_groups)
             self._fp8_own_gradients.take_over(self.all_grad_tensors.values(), params)
 
     def check_overflow(self: Any, partition_gradients: bool = True) -> None:
         """`overflow` in a step: whether the norm of a group, which stock code clips by, is infinite or no number.
 
-        The first wait of the step then comes after the norms of the first group are launched, while the device still
-        works on the backward; stock code waits once for each group's. Without this it looks into every gradient (some
-        ten operators each), waits, and launches all norms to an idle device. Finite gradients whose norm is beyond
-        float32 (1.8e19) are an overflow, too, as from DeepSpeed 0.19.8 on; before, stock code takes such a step
-        without clipping. Where a norm may leave gradients out (replicas of model parallelism, experts) stock code runs.
+        Stock code looks into every gradient (some ten operators each), waits, and launches all norms to an idle device.
+        Finite gradients whose norm is beyond float32 (1.8e19) are an overflow, too, as from DeepSpeed 0.19.8 on. Where
+        a norm may leave gradients out (replicas of model parallelism, experts) stock code runs.
         """
         if not (self._fp8_in_step and self._fp8_norm_has_all()):
             super().check_overflow(partition_gradients)  # type: ignore[misc]
@@ -307,14 +287,14 @@ class Fp8ZeroStage12(Fp8AccessStage12):
 
     def _link_all_hp_params(self: Any) -> None:
         """Link fp32 fragments as stock does, without a bf16 copy of each weight behind `lp_fragment`."""
-        payloads = [p._fp8 for p in self._fp8.trainable.values()]
-        for payload in payloads:
-            payload.quiet = True
+        weights = self._fp8.trainable.values()
+        for p in weights:
+            p._fp8.export = p._fp8.placeholder.expand(p.numel())
         try:
             super()._link_all_hp_params()  # type: ignore[misc]
         finally:
-            for payload in payloads:
-                payload.quiet = False
+            for p in weights:
+                p._fp8.export = None
         for group in self.bit16_groups:
             for p in group:
                 if getattr(p, "_hp_mapping", None) is not None:
@@ -322,35 +302,44 @@ class Fp8ZeroStage12(Fp8AccessStage12):
         self._fp8_set_shards()
 
     def offload_states(self: Any, include: Any = None, device: Any = None, **kwargs: Any) -> None:
-        """Offload as stock does; of the weights (`lp_params`) the FP8 and bf16 compact buffers."""
-        from fp8_ds.zero.offload import offload_kinds, split_lp_params
-
         include, with_weights, device = split_lp_params(self, include, device)
         super().offload_states(include=include, device=device, **kwargs)  # type: ignore[misc]
         if with_weights:
-            offload_kinds(self, device)
+            offload_weights(self, device)
         self._fp8_set_shards()  # views of what has left would keep its memory
 
     def reload_states(self: Any, non_blocking: bool = False) -> None:
-        from fp8_ds.zero.offload import reload_kinds
-
-        reload_kinds(self)  # first: stock code would move its flat buffer, which is a meta tensor here
+        reload_weights(self)  # first: stock code would move its flat buffer, which is a meta tensor here
         super().reload_states(non_blocking=non_blocking)  # type: ignore[misc]
         self._fp8_set_shards()
+
+    def _fp8_move_weights(self: Any, device: torch.device) -> None:
+        """Move the compact buffers and point every parameter into them again."""
+        self._fp8_point_params(keep_values=True)
+        for kind in (*self._fp8_kinds, *self._hp_kinds, *self._fp8_bf16_kinds):
+            kind.buffer = kind.buffer.to(device)
+        for fp8, hp in zip(self._fp8_kinds, self._hp_kinds, strict=True):
+            for index, p in enumerate(fp8.params):
+                p._fp8.data = fp8.view(index)
+            for index, p in enumerate(hp.params):
+                p.data = hp.view(index)
+        for bf16 in self._fp8_bf16_kinds:
+            for index, p in enumerate(bf16.params):
+                p._fp8.hp = bf16.view(index)
 
     def fp8_resident_bytes(self: Any) -> dict[str, int]:
         """Bytes this rank holds: FP8 weights, bf16 parameters beside them, and how many weights are FP8."""
         return {
             "fp8": sum(kind.buffer.numel() for kind in self._fp8_kinds),
             "hp": sum(kind.buffer.nbytes for kind in (*self._hp_kinds, *self._fp8_bf16_kinds)),
-            "num_fp8_weights": sum(kind.layout.num_weights for kind in self._fp8_kinds),
+            "num_fp8_weights": sum(p.numel() for kind in self._fp8_kinds for p in kind.params),
         }
 
 
 def _flat_offsets(optimizer: Any, i: int) -> list[int]:
     """First element of each parameter of group `i` in the flat group, in flat order.
 
-    DeepSpeed keeps them since 0.19 (parameters may be padded to 16 bytes); before, they lie without gaps.
+    DeepSpeed 0.19 keeps them (parameters may be padded to 16 bytes); before, they lie without gaps.
     """
     offsets = getattr(optimizer, "round_robin_bit16_offsets", None)
     if offsets is not None:
@@ -401,3 +390,39 @@ def patched_all_gather(stock: Any) -> Any:
 
     all_gather_dp_groups.fp8_ds_stock = stock  # type: ignore[attr-defined]
     return all_gather_dp_groups
+
+
+def are_replayed() -> bool:
+    """Whether torch.compile has CUDA graphs of this thread's on its device: outputs lie in memory that a replay writes.
+
+    Source: torch 2.11 and 2.13, `torch/_inductor/cudagraph_trees.py`, `get_manager`; not imported for the question.
+    """
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None or not torch.cuda.is_initialized():
+        return False
+    return trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False) is not None
+
+
+class OwnGradients:
+    """Gradients kept from one backward to the next, out of the memory of CUDA graphs, each copied once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, weakref.ref[Tensor]] = {}
+
+    def take_over(self, lists: Iterable[list[Tensor] | None], params: Iterable[Any]) -> None:
+        """Entries of `lists`, and `grad` of `params`, are copies afterwards, if they were not when this last ran."""
+        known, self._known = self._known, {}
+
+        def own(grad: Tensor) -> Tensor:
+            before = known.get(id(grad))
+            if before is None or before() is not grad:
+                grad = grad.clone()
+            self._known[id(grad)] = weakref.ref(grad)
+            return grad
+
+        for gradients in lists:
+            for number, grad in enumerate(gradients or ()):
+                gradients[number] = own(grad)  # type: ignore[index]  # one at a time: each frees the one before
+        for p in params:
+            if p.grad is not None:
+                p.grad = own(p.grad)

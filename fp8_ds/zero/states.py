@@ -7,15 +7,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fp8_ds.engine.rank_agreement import SameNumbers
 from fp8_ds.ops.squares import SumOfSquares
 from fp8_ds.optim.adamw import Fp8AdamW
 from fp8_ds.optim.masters import BY_NAME, MasterFormat
+from fp8_ds.optim.states import Flat, absorb_flat, dense_flat
+from fp8_ds.scaling.predicted import PredictedScales
 from fp8_ds.zero.context import Fp8Context
 from fp8_ds.zero.norm import OverflowFlag
 from fp8_ds.zero.offload import offload_adam, reload_adam
+from fp8_ds.zero.split import SplitQuantizer, reduced_amaxes, virtual_flat
 
 
 class Fp8States:
@@ -23,19 +27,26 @@ class Fp8States:
 
     Attributes:
         _fp8_waits: the host waits for a step's flag; else `overflow` is that of the step before.
+        _fp8_stock_masters: DeepSpeed's flat masters, one for each of `_fp8_flats`.
     """
 
     optimizer: Fp8AdamW
+    _fp8_flats: list[Flat]
     _fp8_is_dense = False
 
     def fp8_init(self: Any, context: Fp8Context) -> None:
-        """Before the stage's own. Collective."""
         self._fp8_format: MasterFormat = BY_NAME[context.config.optimizer.master_format]
         self.fp8_flag = OverflowFlag()
         self._fp8_squares = SumOfSquares()
         super().fp8_init(context)  # type: ignore[misc]
 
-    # --- the step ---
+    def _fp8_make_scales(self: Any, names: list[str], values: list[Tensor], device: torch.device) -> SplitQuantizer:
+        """Scales of FP8 weights from what this rank has of their `values`; the scale vectors are in their order."""
+        self._fp8_scale_names = names
+        num_extra = 0 if self._fp8.history is None else self._fp8.history.amax_local.numel()
+        scales = PredictedScales(len(names), device, self.dp_process_group, num_extra)
+        scales.set(reduced_amaxes(scales.num, list(enumerate(values)), self.dp_process_group, device))
+        return SplitQuantizer(scales, self._fp8_format)
 
     @functools.cached_property
     def _fp8_alike(self: Any) -> SameNumbers:
@@ -50,6 +61,14 @@ class Fp8States:
             history.amax_local.masked_fill_(skip != 0, float("nan"))  # on all ranks: no scale follows this step
             core.scales.extra.copy_(history.amax_local)
         core.end()
+
+    def _fp8_end_scales(self: Any) -> None:
+        """The step's amaxes have been reduced: those of activations and gradients go into their histories."""
+        self._fp8.counter.num_amax_reduces += 1
+        if self._fp8.history is not None:
+            scales = self.optimizer.core.scales
+            scales.wait()
+            self._fp8.history.update(scales.extra)
 
     def _fp8_is_skipped(self: Any) -> bool:
         """Whether the host knows already that this step has changed nothing; amax histories forget it then."""
@@ -69,8 +88,6 @@ class Fp8States:
         self._global_grad_norm = norm / self.loss_scale if getattr(self, "compute_grad_norm", True) else None
         self._update_scale(self.overflow)
 
-    # --- betas that move ---
-
     def fp8_bound_sums(self: Any) -> dict[int, float]:
         """Sums that bound the update, by parameter group whose betas have moved; the same on all ranks."""
         core = self.optimizer.core
@@ -84,35 +101,61 @@ class Fp8States:
         core.follow(self.optimizer.param_groups)
         core.sums.set_by_group(sums)
 
-    # --- dense masters and moments for stock code ---
-
     @contextmanager
-    def fp8_dense(self: Any, saved_scales: dict[str, Tensor] | None = None) -> Iterator[dict[str, Tensor]]:
+    def fp8_dense(self: Any) -> Iterator[dict[str, Tensor]]:
         """While inside, masters are dense float32 on the CPU, and moments put into `optimizer.state` stay there.
 
-        On leaving, both are quantised, and in stages 1 and 2 the weights gathered. Collective.
-
-        Args:
-            saved_scales: scale_inv by weight name, to store the masters with; may be filled inside.
+        On leaving, both are quantised, and in stages 1 and 2 the weights gathered. Collective. The dict may be filled
+        with scale_inv by weight name, to store the masters with.
         """
-        scales = {} if saved_scales is None else saved_scales
+        scales: dict[str, Tensor] = {}
         if self._fp8_is_dense:
             yield scales
             return
         self._fp8_is_dense = self.optimizer.is_dense = True
         try:
+            for master, dense in zip(self._fp8_stock_masters, self._fp8_dense_masters(), strict=True):
+                master.data = dense
             self._fp8_enter_dense()
             yield scales
         finally:
             self._fp8_is_dense = self.optimizer.is_dense = False
             self._fp8_absorb(scales)
 
+    def _fp8_enter_dense(self: Any) -> None:
+        """Overridden where stock code holds views of masters."""
+
+    def _fp8_dense_masters(self: Any) -> Iterator[Tensor]:
+        scale_inv = self.optimizer.core.scales.scale_inv
+        return (dense_flat(flat, None, scale_inv, "cpu") for flat in self._fp8_flats)
+
+    def _fp8_absorb(self: Any, saved_scales: dict[str, Tensor]) -> None:
+        """Quantise dense moments and masters, and leave no memory of these. Collective."""
+        masters = self._fp8_stock_masters
+        self.optimizer.absorb_dense(masters)
+        core = self.optimizer.core
+        scales: PredictedScales = core.scales
+        sources = [
+            (piece.shard.scale_index, master.detach().narrow(0, piece.offset, piece.shard.numel))
+            for flat, master in zip(self._fp8_flats, masters, strict=True)
+            for piece in flat.pieces
+            if piece.shard.fmt.is_fp8
+        ]
+        device = scales.amax.device
+        amaxes = reduced_amaxes(scales.num, sources, self.dp_process_group, device)
+        values = [float(saved_scales.get(name, 0.0)) for name in self._fp8_scale_names]
+        saved = torch.tensor(values, dtype=torch.float32).to(device)
+        amaxes = torch.where(core.weight_moves, amaxes, scales.amax)  # a frozen weight has no master
+        scales.set(amaxes, torch.where(core.weight_moves, saved, scales.scale_inv))
+        for flat, master in zip(self._fp8_flats, masters, strict=True):
+            absorb_flat(flat, None, master.detach(), scales.scale_inv)
+            master.data = virtual_flat(flat.numel, device).detach()
+
     def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
         with self.fp8_dense():
             super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def offload_states(self: Any, include: Any = None, device: Any = None, **kwargs: Any) -> None:
-        """Offload as stock does; of masters and moments what FP8 states hold."""
         super().offload_states(include=offload_adam(self, include, device), device=device, **kwargs)  # type: ignore[misc]
 
     def reload_states(self: Any, non_blocking: bool = False) -> None:

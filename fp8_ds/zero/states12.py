@@ -1,9 +1,7 @@
 """ZeRO-1 and 2 with FP8 optimizer states: the stock step, its flat fp32 gradients and its dense states are replaced.
 
-`Fp8AdamW` holds the moments of this rank's fragments. DeepSpeed's flat fp32 masters become tensors of no size
-(`virtual_flat`): the high part of each master lies in the gather buffer, the low part beside the moments.
-Where stock code must see dense masters or moments (checkpoints), it runs inside `fp8_dense`.
-Seams: fp8_ds/engine/seams.py.
+DeepSpeed's flat fp32 masters become tensors of no size (`virtual_flat`): the high part of each lies in the gather
+buffer, the low part beside the moments. Seams: fp8_ds/engine/seams.py.
 """
 
 from __future__ import annotations
@@ -22,17 +20,16 @@ from fp8_ds.optim.adamw import weight_id
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.first import write_first, write_first_codes
 from fp8_ds.optim.masters import BF16_8
-from fp8_ds.optim.states import MOMENTS, Flat, Piece, absorb_flat, allocate_lo, dense_flat, read_dense, write_dense
+from fp8_ds.optim.states import MOMENTS, Flat, Piece, allocate_lo, read_dense, write_dense
 from fp8_ds.optim.written import overwrite, write_low
-from fp8_ds.scaling.predicted import PredictedScales
 from fp8_ds.zero.context import Fp8Context
 from fp8_ds.zero.kind_buffer import KindBuffer
 from fp8_ds.zero.norm import clip_factor, global_norm, overflow_flag
-from fp8_ds.zero.split import SplitQuantizer, reduced_amaxes, virtual_flat
+from fp8_ds.zero.split import virtual_flat
 from fp8_ds.zero.stage12 import Fp8ZeroStage12
 from fp8_ds.zero.states import Fp8States
 
-_STEP_TIMER, _GATHER_TIMER = OPTIMIZER_TIMERS[2], OPTIMIZER_TIMERS[0]
+STEP_TIMER, GATHER_TIMER = OPTIMIZER_TIMERS[2], OPTIMIZER_TIMERS[0]
 
 
 class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
@@ -45,6 +42,10 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
     @property
     def _fp8_waits(self: Any) -> bool:
         return bool(self.check_grad_overflow)
+
+    @property
+    def _fp8_stock_masters(self: Any) -> Any:
+        return self.single_partition_of_fp32_groups
 
     def fp8_init(self: Any, context: Fp8Context) -> None:
         """Encode masters from the bf16 weights, group by group. Collective."""
@@ -60,26 +61,18 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         self._fp8_link()
 
     def _fp8_make_quantizer(self: Any, context: Fp8Context, device: torch.device) -> Any:
-        num_extra = 0 if context.history is None else context.history.amax_local.numel()
-        scales = PredictedScales(len(context.trainable), device, self.dp_process_group, num_extra)
-        order = {id(p): index for index, p in enumerate(self._fp8_flat_order(context))}
-        sources = [(order[id(p)], p.data) for p in context.trainable.values()]
-        scales.set(reduced_amaxes(scales.num, sources, self.dp_process_group, device))
-        return SplitQuantizer(scales, self._fp8_format)
+        weights = self._fp8_flat_order(context)
+        return self._fp8_make_scales([self._fp8_names[id(p)] for p in weights], [p.data for p in weights], device)
 
     def _fp8_set_shards(self: Any) -> None:
         """Point every shard at where its bytes lie (again, after an offload or reload has moved them)."""
-        if self.optimizer._core is not None:
-            for before, piece in zip(self.optimizer.core.shards, self._fp8_all_pieces(), strict=True):
-                before.hi = piece.shard.hi
-            self.optimizer.core.moved()
-
-    def _fp8_all_pieces(self: Any) -> list[Piece]:
-        pieces, first = [], 0
-        for i, (fp8, hp) in enumerate(zip(self._fp8_kinds, self._hp_kinds, strict=True)):
-            pieces.extend(self._fp8_pieces(i, fp8, hp, first))
-            first += len(fp8.params)
-        return pieces
+        if self.optimizer._core is None:
+            return
+        for flat, fp8, hp in zip(self._fp8_flats, self._fp8_kinds, self._hp_kinds, strict=True):
+            pieces = self._fp8_pieces(flat.row, fp8, hp, 0)
+            for before, piece in zip(flat.pieces, pieces, strict=True):
+                before.shard.hi = piece.shard.hi
+        self.optimizer.core.moved()
 
     def _fp8_fill_group(self: Any, i: int, flat: Tensor | None, fp8: KindBuffer, hp: KindBuffer) -> None:
         """Encode this rank's fragments of group `i` from `flat` (bf16), and all bytes of its FP8 weights."""
@@ -117,18 +110,12 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         return sorted(pieces, key=lambda piece: piece.offset)
 
     def _fp8_manage(self: Any) -> None:
-        """Give the optimizer its shards."""
         scales = self._fp8_quantizer.scales
         rows, device = range(len(self._fp8_flats)), self._fp8_kinds[0].buffer.device
         core = AdamCore(self._fp8_flats, rows, scales, device, self.optimizer.decoupled, self.optimizer.seed)
         groups = self.round_robin_bit16_groups
-        core.set_weight_rows([i for i, group in enumerate(groups) for p in group if self._fp8_is_fp8(p)])
+        core.set_weight_rows([i for i, group in enumerate(groups) for p in group if hasattr(p, "_fp8")])
         self.optimizer.manage(core)
-
-    def _fp8_is_fp8(self: Any, p: Any) -> bool:
-        return any(p is weight for weight in self._fp8.trainable.values())
-
-    # --- gradients of one rank ---
 
     def _fp8_has_one_rank(self: Any) -> bool:
         """Whether a reduced gradient is the gradient itself: no rank to sum with, no other dtype on the way."""
@@ -159,8 +146,6 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         else:
             super().reduce_gradients(pipeline_parallel=pipeline_parallel)  # type: ignore[misc]
 
-    # --- the step ---
-
     def step(self: Any, closure: Any = None) -> None:
         """One update of all fragments, straight from the reduced gradients; then FP8 and bf16 are gathered.
 
@@ -170,18 +155,20 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         self.micro_step_id = INITIAL_MICRO_STEP_ID
         self._fp8_point_params(keep_values=True)  # what a user assigns is the master, as what he writes in place
         grads, params = self._fp8_gradients()
-        self.timers(_STEP_TIMER).start()
+        self.timers(STEP_TIMER).start()
         norm = global_norm(self, grads, params)
         skip = overflow_flag(norm)
         self.fp8_flag.send(skip)
         self._fp8_update(grads, clip_factor(norm, self.clip_grad, self.loss_scale), skip)
         self._fp8_end_step(norm)
-        self._fp8_free_gradients()
-        self.timers(_STEP_TIMER).stop()
-        self.timers(_GATHER_TIMER).start()
+        for i, params in enumerate(self.params_in_partition):
+            self.free_grad_in_param_list(params)
+            self.averaged_gradients[i] = self.all_grad_tensors[i] = None
+        self.timers(STEP_TIMER).stop()
+        self.timers(GATHER_TIMER).start()
         if not self._fp8_is_skipped():
             self._fp8_refresh(is_step=True)
-        self.timers(_GATHER_TIMER).stop()
+        self.timers(GATHER_TIMER).stop()
         self.timers.log(OPTIMIZER_TIMERS)
 
     def _fp8_gradients(self: Any) -> tuple[list[Tensor], list[Any]]:
@@ -197,28 +184,16 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
             assert grad.numel() == shard.numel, (shard.name, grad.numel(), shard.numel)
         return [grad for grad, _ in found], [p for _, p in found]
 
-    def _fp8_free_gradients(self: Any) -> None:
-        for i, params in enumerate(self.params_in_partition):
-            self.free_grad_in_param_list(params)
-            self.averaged_gradients[i] = None
-            self.all_grad_tensors[i] = None
-
     @torch.no_grad()
     def _fp8_refresh(self: Any, is_step: bool) -> None:
         """Gather FP8 bytes and bf16. Collective. Inside `fp8_dense` nothing: it ends with a gather."""
         if self._fp8_is_dense:
             return
-        counter, history = self._fp8.counter, self._fp8.history
-        self._fp8_gather_all(self._fp8_free_bytes)
-        if not is_step:
-            return
-        counter.num_amax_reduces += 1
-        if history is not None:
-            scales = self.optimizer.core.scales
-            scales.wait()
-            history.update(scales.extra)
-        counter.end_step()
-        self._fp8_overwritten.clear()
+        self._fp8_gather_all()
+        if is_step:
+            self._fp8_end_scales()
+            self._fp8.counter.end_step()
+            self._fp8_overwritten.clear()
 
     def _fp8_fill_bf16(self: Any, i: int, bf16: KindBuffer) -> None:
         own = {self._fp8_names[id(bf16.params[f.index])]: f for f in bf16.own}
@@ -228,70 +203,30 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
                 out = bf16.buffer.narrow(0, f.compact_start, f.numel)
                 read_dense(piece.shard, None, out, self._fp8_quantizer.scale_inv)
 
-    # --- dense masters and moments for stock code ---
-
     def _fp8_enter_dense(self: Any) -> None:
-        self._fp8_set_dense()
         self._link_all_hp_params()
 
-    def _fp8_set_dense(self: Any) -> None:
-        scale_inv = self._fp8_quantizer.scale_inv
-        for flat, master in zip(self._fp8_flats, self.single_partition_of_fp32_groups, strict=True):
-            master.data = dense_flat(flat, None, scale_inv, "cpu")
-
     def _fp8_absorb(self: Any, saved_scales: dict[str, Tensor]) -> None:
-        self.optimizer.absorb_dense(self.single_partition_of_fp32_groups)
-        scales: PredictedScales = self._fp8_quantizer.scales
-        pieces = [(flat.row, piece) for flat in self._fp8_flats for piece in flat.pieces]
-        masters = self.single_partition_of_fp32_groups
-        sources = [
-            (piece.shard.scale_index, masters[i].detach().narrow(0, piece.offset, piece.shard.numel))
-            for i, piece in pieces
-            if piece.shard.fmt.is_fp8
-        ]
-        amaxes = reduced_amaxes(scales.num, sources, self.dp_process_group, scales.amax.device)
-        names = [self._fp8_names[id(p)] for p in self._fp8_flat_order(self._fp8)]
-        saved = torch.tensor([float(saved_scales.get(name, 0.0)) for name in names], dtype=torch.float32)
-        scales.set(amaxes, saved)
-        for flat, master in zip(self._fp8_flats, masters, strict=True):
-            absorb_flat(flat, None, master.detach(), scales.scale_inv)
-            master.data = virtual_flat(flat.numel, scales.amax.device).detach()
+        super()._fp8_absorb(saved_scales)
         self._fp8_link()
         self._fp8_refresh(is_step=False)
         self._fp8_overwritten.clear()
 
-    def state_dict(self: Any) -> dict[str, Any]:
-        """Stock: dense float32 masters and moments under their stock names, on the CPU."""
-        masters = self.single_partition_of_fp32_groups
-        virtual = [master.data for master in masters]
-        try:
-            self._fp8_set_dense()
-            return super().state_dict()  # type: ignore[misc]
-        finally:
-            for master, data in zip(masters, virtual, strict=True):
-                master.data = data
-
     def _get_groups_without_padding(self: Any, groups: Any) -> Any:
-        return [group.detach() for group in super()._get_groups_without_padding(groups)]  # type: ignore[misc]
+        """Of the masters, which stock code saves: dense float32 on the CPU."""
+        return super()._get_groups_without_padding(self._fp8_dense_masters())  # type: ignore[misc]
 
     def _restore_from_bit16_weights(self: Any) -> None:
         with self.fp8_dense():
             super()._restore_from_bit16_weights()
 
-    def _fp8_gather_master(self: Any, i: int, index: int) -> Tensor:
+    def _fp8_read_master(self: Any, i: int, index: int, full: Tensor) -> None:
         if self._fp8_is_dense:
-            return super()._fp8_gather_master(i, index)
-        kind = self._fp8_kinds[i]
-        slot = kind.layout.slots[index]
-        full = torch.zeros(slot.numel, dtype=kind.params[index].dtype, device=kind.buffer.device)
-        name = self._fp8_names[id(kind.params[index])]
-        for piece in self._fp8_flats[i].pieces:
-            if piece.shard.name == name:
-                out = full.narrow(0, piece.shard.start, piece.shard.numel)
-                read_dense(piece.shard, None, out, self._fp8_quantizer.scale_inv)
-        return self._fp8_share(kind, index, full)
-
-    # --- safe_get_* / safe_set_* ---
+            super()._fp8_read_master(i, index, full)
+            return
+        for shard in self._fp8_shards_of(i, index):
+            out = full.narrow(0, shard.start, shard.numel)
+            read_dense(shard, None, out, self._fp8_quantizer.scale_inv)
 
     def _link_all_hp_params(self: Any) -> None:
         super()._link_all_hp_params()
@@ -336,7 +271,7 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         core = self.optimizer.core
         flat = value.detach().reshape(-1)
         if optim_state_key is None:
-            if self._fp8_is_fp8(p):
+            if hasattr(p, "_fp8"):
                 with self.fp8_load():
                     p.copy_(value)  # all bytes on every rank, and this rank's low part
                 return
@@ -365,7 +300,6 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
             write_low(shard, flat[part], kept[part], scales.scale_inv)
 
     def _fp8_take_over(self: Any, group_index: int, index: int, flat: Tensor) -> None:
-        """A loaded weight is its master."""
         if self._fp8_is_dense:
             super()._fp8_take_over(group_index, index, flat)
             return

@@ -1,19 +1,14 @@
 """ZeRO-3 with FP8 optimizer states: the stock step, its flat fp32 gradients and its dense states are replaced.
 
 The FP8 shard of a weight is the high part of this rank's masters, the low part lies beside the moments, and DeepSpeed's
-flat fp32 masters become tensors of no size (`virtual_flat`). Where stock code must see dense masters or moments
-(checkpoints), it runs inside `fp8_dense`.
-Seams: fp8_ds/engine/seams.py.
+flat fp32 masters become tensors of no size (`virtual_flat`). Seams: fp8_ds/engine/seams.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from deepspeed import comm as ds_comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
@@ -24,35 +19,65 @@ from fp8_ds.optim.adamw import weight_id
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.first import write_first
 from fp8_ds.optim.masters import BF16_8
-from fp8_ds.optim.states import MOMENTS, Flat, Piece, absorb_flat, allocate_lo, dense_flat, read_dense, write_dense
+from fp8_ds.optim.states import MOMENTS, Flat, Piece, allocate_lo, read_dense, write_dense
 from fp8_ds.scaling.predicted import PredictedScales
 from fp8_ds.zero.context import Fp8Context
 from fp8_ds.zero.fetch import InFlight
 from fp8_ds.zero.norm import clip_factor, global_norm, overflow_flag
-from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight, newer
-from fp8_ds.zero.split import SplitQuantizer, reduced_amaxes, virtual_flat
-from fp8_ds.zero.split3 import SplitShards, SplitWeight
+from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight, newer, num_real, start_of
+from fp8_ds.zero.split import SplitQuantizer, reduced_amaxes
 from fp8_ds.zero.stage3 import Fp8ZeroStage3
 from fp8_ds.zero.states import Fp8States
 
 _STEP_TIMER = "optimizer_step"
 
 
-@contextmanager
-def _waited_by_device(stream: Any) -> Iterator[None]:
-    """While inside, `synchronize` of a stream lets the current stream go on after it and returns at once.
+class SplitWeight(ShardedWeight):
+    """An FP8 weight whose shard is the high part of its masters."""
 
-    Args:
-        stream: None on a device without streams.
-    """
-    if stream is None:
-        yield
-        return
-    stream.synchronize = lambda: get_accelerator().current_stream().wait_stream(stream)
-    try:
-        yield
-    finally:
-        del stream.synchronize
+    def __init__(self, name: str, param: Any, index: int, quantizer: Any) -> None:
+        super().__init__(name, param, index, quantizer)
+        self.quantizer = quantizer
+        self.state: AdamShard | None = None
+
+    @property
+    def source(self) -> Tensor:
+        """float32 [num_real]: the masters, decoded; a new tensor. Of a frozen weight its bf16 shard."""
+        if self.state is None:
+            return self.param.ds_tensor.data[: self.num_real]
+        out = torch.empty(self.state.numel, dtype=torch.float32, device=self.state.hi.device)
+        self.read_source(out)
+        return out
+
+    @source.setter
+    def source(self, value: Tensor) -> None:
+        """Nothing: there is one place where masters lie."""
+
+    def read_source(self, out: Tensor) -> None:
+        if self.state is None:
+            super().read_source(out)
+        else:
+            read_dense(self.state, None, out, self.quantizer.scale_inv)
+
+
+class SplitShards(Fp8Shards):
+    """FP8 weights of ZeRO-3 whose shards are the high parts of masters."""
+
+    owner: Any
+
+    def absorb(self, weights: list[ShardedWeight]) -> None:
+        """What a user wrote becomes the master (stock keeps it only until the next step). Collective.
+
+        Elements that were not changed keep their full precision.
+        """
+        trainable = [weight for weight in weights if weight.is_trainable]
+        values = [newer(w.source, w.param.ds_tensor.data[: w.num_real]) for w in trainable]
+        if trainable:
+            self.owner.fp8_write_masters(trainable, values)
+        frozen = [weight for weight in weights if not weight.is_trainable]
+        if frozen:
+            super().absorb(frozen)
+        self.mark_ready()
 
 
 class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
@@ -64,14 +89,10 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
         self._fp8_shard_of: dict[int, AdamShard] = {}
         super().fp8_init(context)
 
-    # --- masters ---
-
     def _fp8_make_quantizer(self: Any, context: Fp8Context, device: torch.device) -> Any:
-        num_extra = 0 if context.history is None else context.history.amax_local.numel()
-        scales = PredictedScales(len(context.weights), device, self.dp_process_group, num_extra)
-        sources = [(i, p.ds_tensor.data[: _num_real(p)]) for i, p in enumerate(context.weights.values())]  # type: ignore[attr-defined]
-        scales.set(reduced_amaxes(scales.num, sources, self.dp_process_group, device))
-        return SplitQuantizer(scales, self._fp8_format)
+        weights: Any = context.weights
+        values = [p.ds_tensor.data[: num_real(p)] for p in weights.values()]
+        return self._fp8_make_scales(list(weights), values, device)
 
     def _fp8_make_collection(self: Any, quantizer: Any) -> Fp8Shards:
         shards = SplitShards(quantizer, self._fp8.counter, InFlight(self.module))
@@ -97,13 +118,12 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
         self._fp8_repoint()
 
     def _fp8_manage(self: Any) -> None:
-        """Give the optimizer its shards, without low parts and moments."""
         flats, rows = [], []
         for i, group in enumerate(self.fp16_groups):
             flat = Flat(i, int(self.fp16_partitioned_groups_flat_numel[i]), [])
             offset = 0
             for p in group:
-                numel = _num_real(p)
+                numel = num_real(p)
                 if numel:
                     flat.pieces.append(Piece(offset, self._fp8_make_state(p, i, offset, numel)))
                 offset += p.ds_tensor.ds_numel
@@ -119,18 +139,16 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
 
     def _fp8_make_state(self: Any, p: Any, row: int, offset: int, numel: int) -> AdamShard:
         name = self.param_names[p]
-        start = ds_comm.get_rank(group=p.ds_process_group) * p.ds_tensor.ds_numel
         fp8 = self._fp8_shards.of([p])
         fmt = self._fp8_format if fp8 else BF16_8
         index = fp8[0].index if fp8 else 0
-        shard = AdamShard(name, numel, start, weight_id(name), row, index, fmt, self._fp8_hi(p, numel))
+        shard = AdamShard(name, numel, start_of(p), weight_id(name), row, index, fmt, self._fp8_hi(p, numel))
         self._fp8_shard_of[id(p)] = shard
         if fp8:
-            fp8[0].states = (self, shard)
+            fp8[0].state = shard
         return shard
 
     def _fp8_hi(self: Any, p: Any, numel: int) -> Tensor:
-        """Where the high parts of `p` lie now."""
         fp8 = self._fp8_shards.of([p])
         if fp8:
             return fp8[0].shard[:numel].view(torch.uint8)
@@ -144,19 +162,12 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
                 shard.hi = self._fp8_hi(p, shard.numel)
         self.optimizer.core.moved()
 
-    def fp8_read_master(self: Any, shard: AdamShard, out: Tensor | None = None) -> Tensor:
-        """The masters in `out`, float32 or bf16 [numel]; None: a new tensor in float32."""
-        if out is None:
-            out = torch.empty(shard.numel, dtype=torch.float32, device=shard.hi.device)
-        read_dense(shard, None, out, self.optimizer.core.scales.scale_inv)
-        return out
-
     @torch.no_grad()
     def fp8_write_masters(self: Any, weights: list[ShardedWeight], values: list[Tensor]) -> None:
         """Masters of FP8 weights become `values` (1-D, this rank's), with scales to fit. Collective."""
         quantizer: SplitQuantizer = self._fp8_shards.quantizer
         sources = [(weight.index, value) for weight, value in zip(weights, values, strict=True)]
-        amaxes = reduced_amaxes(quantizer.scales.num, sources, self.dp_process_group, quantizer.device)
+        amaxes = reduced_amaxes(quantizer.scales.num, sources, self.dp_process_group, quantizer.scales.amax.device)
         for weight, value in zip(weights, values, strict=True):
             quantizer.rescale(weight.index, amaxes[weight.index])
             shard = self._fp8_shard_of.get(id(weight.param))
@@ -183,21 +194,18 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
             if frozen:
                 self._fp8_shards.absorb(frozen)
             return
-        self._fp8.counter.num_amax_reduces += 1
-        if self._fp8.history is not None:
-            scales = self.optimizer.core.scales
-            scales.wait()
-            self._fp8.history.update(scales.extra)
-
-    # --- the step ---
+        self._fp8_end_scales()
 
     def independent_gradient_partition_epilogue(self: Any) -> None:
-        """As stock, but it is the device that waits for the last reductions, and not the host.
-
-        All that a step launches is still to be launched, and would find a device that has run dry.
-        """
-        with _waited_by_device(self.reduce_and_partition_stream):
+        """As stock, but it is the device that waits for the last reductions: a host that does would let it run dry."""
+        stream = self.reduce_and_partition_stream
+        if stream is not None:  # else the device has no streams
+            stream.synchronize = lambda: get_accelerator().current_stream().wait_stream(stream)
+        try:
             super().independent_gradient_partition_epilogue()  # type: ignore[misc]
+        finally:
+            if stream is not None:
+                del stream.synchronize
 
     def step(self: Any, closure: Any = None) -> None:
         """One update of all shards, straight from the reduced gradients.
@@ -205,8 +213,7 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
         `overflow`: a gradient was infinite or NaN, nothing has changed. The host waits for the device to know it, as
         in stock code, unless `bf16.check_grad_overflow` is false: then it learns it one step late.
 
-        The device has been waited for when this begins, so it gets its work first. What only the host has to do, which
-        grows with the number of parameters, follows while the device updates: stock code begins with it.
+        What only the host has to do, which grows with the number of parameters, follows while the device updates.
         """
         self._pre_step()
         timer_names = {_STEP_TIMER}
@@ -236,44 +243,18 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
                     params.append(p)
         return grads, params
 
-    # --- dense masters and moments for stock code ---
-
-    def _fp8_enter_dense(self: Any) -> None:
-        scale_inv = self.optimizer.core.scales.scale_inv
-        for flat, master in zip(self._fp8_flats, self.fp32_partitioned_groups_flat, strict=True):
-            master.data = dense_flat(flat, None, scale_inv, "cpu")
+    @property
+    def _fp8_stock_masters(self: Any) -> Any:
+        return self.fp32_partitioned_groups_flat
 
     def _fp8_absorb(self: Any, saved_scales: dict[str, Tensor]) -> None:
-        masters = self.fp32_partitioned_groups_flat
-        self.optimizer.absorb_dense(masters)
         self._fp8_repoint()
-        scales: PredictedScales = self.optimizer.core.scales
-        sources = [
-            (piece.shard.scale_index, masters[flat.row].detach().narrow(0, piece.offset, piece.shard.numel))
-            for flat in self._fp8_flats
-            for piece in flat.pieces
-            if piece.shard.fmt.is_fp8
-        ]
-        device = scales.amax.device
-        amaxes = reduced_amaxes(scales.num, sources, self.dp_process_group, device)
-        saved = torch.tensor(
-            [float(saved_scales.get(w.payload.name, 0.0)) for w in self._fp8_shards.weights], dtype=torch.float32
-        )
-        is_frozen = [not w.is_trainable for w in self._fp8_shards.weights]
-        frozen = torch.tensor(is_frozen, dtype=torch.bool, device=device)  # there may be none at all
-        amaxes = torch.where(frozen, scales.amax, amaxes)
-        scales.set(amaxes, torch.where(frozen, scales.scale_inv, saved.to(device)))
-        for flat, master in zip(self._fp8_flats, masters, strict=True):
-            absorb_flat(flat, None, master.detach(), scales.scale_inv)
-            master.data = virtual_flat(flat.numel, device).detach()
+        super()._fp8_absorb(saved_scales)
         self._fp8_refresh(is_step=False)
         self._fp8_fetch_persistent_anew()
 
     def _fp8_fetch_persistent_anew(self: Any) -> None:
-        """Persistent parameters that are gathered are those of the shards. Collective.
-
-        A load gathers them while masters are dense; the shards are those of the masters only after that.
-        """
+        """Persistent parameters, which a load gathers while masters are dense, are those of the shards. Collective."""
         stale = [p for p in self.persistent_parameters if p.ds_status == ZeroParamStatus.AVAILABLE]
         for p in stale:
             p.partition()
@@ -288,8 +269,7 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
     def _rigid_state_dict(self: Any) -> dict[str, Any]:
         """Stock: dense float32 masters and moments under their stock names, on the CPU."""
         state: dict[str, Any] = super()._rigid_state_dict()  # type: ignore[misc]
-        scale_inv = self.optimizer.core.scales.scale_inv
-        state["fp32_flat_groups"] = [dense_flat(flat, None, scale_inv, "cpu") for flat in self._fp8_flats]
+        state["fp32_flat_groups"] = list(self._fp8_dense_masters())
         return state
 
     def _restore_from_bit16_weights(self: Any) -> None:
@@ -303,12 +283,10 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
                 offset = 0
                 for p in group:
                     if self._fp8_shards.of([p]):
-                        numel = _num_real(p)
+                        numel = num_real(p)
                         master = self.fp32_partitioned_groups_flat[i].detach().narrow(0, offset, numel)
                         master.copy_(newer(master, p.ds_tensor.data[:numel].to(master.device)))
                     offset += p.ds_tensor.ds_numel
-
-    # --- safe_get_* / safe_set_* ---
 
     def _get_fp32_opt_state_partition(
         self: Any, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
@@ -369,10 +347,3 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
             core.allocate()
         write_dense(shard, key, value, core.scales.scale_inv)
         self._fp8_shards.mark_ready()
-
-
-def _num_real(p: Any) -> int:
-    """Elements of this rank's shard of `p` that are not padding."""
-    per_rank = p.ds_tensor.ds_numel
-    rank = ds_comm.get_rank(group=p.ds_process_group)
-    return int(max(0, min(per_rank, p.ds_numel - rank * per_rank)))

@@ -14,23 +14,17 @@ from fp8_ds.comm import ByteCounter, max_reduce
 from fp8_ds.formats import E4M3
 from fp8_ds.ops.quantize import quantize, quantize_part
 from fp8_ds.ops.quantize.parts import CastPart, PartsCast
+from fp8_ds.optim.states import CHUNK
 from fp8_ds.scaling import AmaxHistory
 from fp8_ds.scaling.granularity import TENSOR, Granularity
-
-_CHUNK = 1 << 24
-"""Elements quantised at a time: bounds the fp32 temporary to 64 MiB."""
 
 _ALIGNMENT = 4
 """A weight's scales start every 4 floats: cuBLASLt reads a scale through a pointer aligned to 16 bytes."""
 
 
 class Part(NamedTuple):
-    """What one rank owns of one weight.
-
-    Args:
-        source: 1-D, fp32 or bf16, without padding: what is quantised.
-        shard: 1-D float8 of the same numel: where to.
-        start: its first element in the flattened weight.
+    """What one rank owns of one weight: `source` (1-D, fp32 or bf16, without padding) is quantised into `shard` (1-D
+    float8 of the same numel). `start` is its first element in the flattened weight.
     """
 
     source: Tensor
@@ -41,10 +35,9 @@ class Part(NamedTuple):
 class WeightQuantizer:
     """Keeps the FP8 shards of this rank equal to the quantised masters.
 
-    All local amaxes lie in one float32 vector, those of rows or tiles as well, and behind them the amax histories of
-    activations and gradients (recipe `delayed`); one MAX all-reduce makes them, and so every scale, equal on all
-    ranks. A shard edge may cut a weight, a row, a tile: amaxes are maximumed and elements quantised one by one, so
-    that partition-then-quantise equals quantise-then-partition bit for bit.
+    All local amaxes lie in one float32 vector, and behind them the amax histories of activations and gradients (recipe
+    `delayed`); one MAX all-reduce makes them, and so every scale, equal on all ranks. A shard edge may cut a weight, a
+    row, a tile: partition-then-quantise equals quantise-then-partition bit for bit.
 
     Args:
         group: the ZeRO group.
@@ -98,16 +91,9 @@ class WeightQuantizer:
         each = zip(starts, shapes, strict=False)
         return [vector.data[start : start + math.prod(shape)].view(shape) for start, shape in each]
 
-    @property
-    def num_weights(self) -> int:
-        return len(self._shapes)
-
     def set_parts(self, parts: Sequence[Part | None]) -> None:
         """Name what this rank quantises of each weight; None or empty where it owns nothing."""
-        assert len(parts) == self.num_weights
         self._parts = [(index, part) for index, part in enumerate(parts) if part is not None and part.source.numel()]
-        for index, part in self._parts:
-            assert part.source.numel() == part.shard.numel(), (index, part.source.numel(), part.shard.numel())
         at = [self._starts[index] for index, _ in self._parts]
         self._at = torch.tensor(at, dtype=torch.long, device=self.device)
         self._cast = None  # made when it is needed: parts may be named while masters are elsewhere
@@ -117,8 +103,7 @@ class WeightQuantizer:
         """Measure, reduce, rescale and quantise everything; afterwards the shards are those of the masters.
 
         Collective over the ZeRO group. No host synchronisation, except by the first call after `set_parts`. With one
-        scale a weight the host launches as much for one weight as for many: between the update and the next forward
-        the device waits for the host.
+        scale a weight the host launches as much for one weight as for many.
 
         Args:
             is_step: an optimizer step has ended, so the amax histories advance by one entry.
@@ -160,7 +145,7 @@ class WeightQuantizer:
     def quantize_into(self, out: Tensor, value: Tensor, index: int, start: int = 0) -> None:
         """Write `value` (1-D), elements of weight `index` from `start` on, into `out` (1-D float8)."""
         grid = self.scale[index]
-        for source, target in zip(value.split(_CHUNK), out.split(_CHUNK), strict=True):
+        for source, target in zip(value.split(CHUNK), out.split(CHUNK), strict=True):
             if self.granularity == TENSOR:
                 target.copy_(quantize(source, grid, E4M3))
                 continue

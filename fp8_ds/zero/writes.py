@@ -34,11 +34,10 @@ _IN_PLACE_DUNDERS = frozenset(
 
 
 class WeightData(Tensor):
-    """De-quantised values of an FP8 weight, or a view of them: what is written into them is written into the weight.
+    """The `data` of an FP8 weight, de-quantised, or a view of it: what is written into it is written into the weight.
 
-    It is the weight's `data`, for code that writes as it may into that of any Parameter: `p.data.copy_(ema)`,
-    `p.data.clamp_(-c, c)`, `p.data[rows] = 0`. Whoever reads it, or writes a part of it, finds the values that the
-    weight has then: those of the last step, as in the buffer that stock `data` is.
+    So `p.data.copy_(ema)`, `p.data.clamp_(-c, c)`, `p.data[rows] = 0` work. Whoever reads it, or writes a part of it,
+    finds the values that the weight has then: those of the last step.
 
     Attributes:
         weight: the Fp8Parameter.
@@ -122,13 +121,6 @@ def run_backward(cls: type[Tensor], func: Any, outputs: Any, inputs: Any = None,
 
     torch hands these functions to the class of their arguments. They run code of users, such as a checkpoint's
     recomputation, which reads FP8 weights: the class must be asked there. Gradient edges have no class.
-
-    Args:
-        cls: Fp8Parameter or WeightData.
-        func: as torch hands it over, with what follows.
-        outputs: its first argument.
-        inputs: what gradients are wanted of.
-        kwargs: its other arguments.
     """
 
     def as_edge(x: Any) -> Any:
@@ -161,10 +153,8 @@ def is_writer(name: str, kwargs: Any) -> bool:
 
 
 def targets_of(name: str, args: Any, kwargs: Any) -> list[Any]:
-    """What a function of this name writes into: `out=`, or the first argument of `add_` and its like.
-
-    The first argument may be a list (`_foreach_add_`) and may come by keyword (`nn.init.constant_`).
-    """
+    """What a function of this name writes into: `out=`, or the first argument of `add_`, `_foreach_add_` or, by its
+    keyword, `nn.init.constant_`."""
     if not is_writer(name, kwargs):
         return []
     target = kwargs.get("out")
@@ -186,11 +176,7 @@ def warn_of_loss(weight: Any) -> None:
 
 
 def refuse_sharing(weight: Any) -> None:
-    """The values of `weight` lie nowhere: a reader gets a tensor of its own.
-
-    Raises:
-        UnsupportedError: always.
-    """
+    """Raise: the values of `weight` lie nowhere, a reader gets a tensor of its own."""
     raise UnsupportedError(
         f"{weight._fp8.name}: expected a weight that is not in FP8, got share_memory_() of one that is. Share a copy, "
         "which has bf16 of all weights: copy.deepcopy(engine.module).share_memory()."
@@ -198,12 +184,7 @@ def refuse_sharing(weight: Any) -> None:
 
 
 def write(weight: Any, value: Tensor) -> None:
-    """`weight` reads as `value` from now on.
-
-    Raises:
-        ValueError: `value` has another shape.
-        UnsupportedError: nothing takes writes now.
-    """
+    """`weight` reads as `value` from now on."""
     payload = weight._fp8
     if value.shape != weight.shape:
         raise ValueError(

@@ -23,7 +23,7 @@ from fp8_ds.comm.reduce_scatter import (
     reduce_scatter_fp8_shares,
 )
 from fp8_ds.testing import assert_bitwise, sqnr_db
-from fp8_ds.zero import reduce3, reduce12
+from fp8_ds.zero import reduce
 
 pytestmark = pytest.mark.distributed
 
@@ -166,8 +166,8 @@ def full_gradients(stage: int, accumulation: int, fp8: dict[str, Any], model: An
         return count
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reduce12, "reduce_scatter_fp8", counting("reduce_scatter_fp8"))
-        patch.setattr(reduce3, "reduce_scatter_fp8_shares", counting("reduce_scatter_fp8_shares"))
+        patch.setattr(reduce, "reduce_scatter_fp8", counting("reduce_scatter_fp8"))
+        patch.setattr(reduce, "reduce_scatter_fp8_shares", counting("reduce_scatter_fp8_shares"))
         for i, batch in enumerate(training.micro_batches(0, accumulation * world)[rank::world]):
             engine.set_gradient_accumulation_boundary(i == accumulation - 1)
             engine.backward(engine(batch))

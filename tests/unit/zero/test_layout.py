@@ -80,7 +80,6 @@ def test_slots_are_aligned_ordered_and_dense(group: Group) -> None:
         assert (slot.flat_start, slot.numel) == (flat_start, numel)
         end = slot.start + numel
     assert end <= layout.numel < end + alignment
-    assert layout.num_weights == sum(numels)
 
 
 @settled(100)
@@ -100,13 +99,6 @@ def test_rank_that_owns_nothing_has_no_run() -> None:
     assert [run.rank for run in layout.runs] == [2]
     assert [len(owned) for owned in layout.fragments] == [0, 0, 2, 0]
     assert layout.slots[1].start == 32 and layout.numel == 48
-
-
-def test_tensors_out_of_order_or_beyond_the_last_partition_are_refused() -> None:
-    with pytest.raises(ValueError, match="flat order"):
-        compact_layout([10, 5], [10, 5], 50, 1, 16)
-    with pytest.raises(ValueError, match="beyond 2 x 8"):
-        compact_layout([0], [17], 8, 2, 16)
 
 
 HIDDEN, FFN, KEY_VALUE, VOCABULARY, NUM_LAYERS = 4096, 14336, 1024, 128256, 32
@@ -145,8 +137,9 @@ def test_llama_3_8b_moves_one_byte_per_weight_and_at_most_0_6_of_stock(num_ranks
     assert num_all == 8_030_261_248
     fp8_bytes = gathered_bytes(fp8.runs, num_ranks, 1)
     hp_bytes = gathered_bytes(hp.runs, num_ranks, 2, _HP_FREE_BYTES)
-    assert fp8.num_weights <= fp8_bytes <= 1.05 * fp8.num_weights
-    assert 2 * hp.num_weights <= hp_bytes
+    num_fp8, num_hp = (sum(slot.numel for slot in layout.slots) for layout in (fp8, hp))
+    assert num_fp8 <= fp8_bytes <= 1.05 * num_fp8
+    assert 2 * num_hp <= hp_bytes
     assert fp8_bytes + hp_bytes <= 0.6 * 2 * num_all
     assert all(slot.start % 16 == 0 for slot in fp8.slots)
-    assert fp8.numel <= 1.001 * fp8.num_weights  # resident
+    assert fp8.numel <= 1.001 * num_fp8  # resident

@@ -1,7 +1,7 @@
-"""ZeRO-2 with gradients reduced in FP8: mix-in before Fp8ZeroStage12. Seams: fp8_ds/engine/seams.py.
+"""ZeRO-2 and 3 with gradients reduced in FP8. Seams: fp8_ds/engine/seams.py.
 
-Only the transport is ours. DeepSpeed fills its bucket, divides it by the number of ranks and accumulates what comes
-back; stage 1 is refused (Fp8Config.check_stage), because it reduces the running sum of the micro-batches.
+Only the transport is ours: DeepSpeed fills its buckets and accumulates what comes back. Stage 1 is refused
+(Fp8Config.check_stage), because it reduces the running sum of the micro-batches.
 """
 
 from __future__ import annotations
@@ -14,15 +14,12 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from fp8_ds.comm.reduce_scatter import reduce_scatter_fp8
+from fp8_ds.comm.reduce_scatter import reduce_scatter_fp8, reduce_scatter_fp8_shares
 from fp8_ds.errors import UnsupportedError
-from fp8_ds.zero.context import Fp8Context
 
 
 class Fp8ReduceStage12:
-    """Overrides what moves one bucket of gradients."""
-
-    _fp8: Fp8Context
+    """Mix-in before Fp8ZeroStage12: overrides what moves one bucket of gradients, divided by the number of ranks."""
 
     @torch.no_grad()
     def allreduce_and_scatter(self: Any, bucket: Any, communication_data_type: torch.dtype, **kwargs: Any) -> None:
@@ -60,8 +57,8 @@ class Fp8ReduceStage12:
     ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
         """(destination, slice, output), with slices cut where a parameter ends.
 
-        Stock merges neighbours that go to one rank, but on that rank itself not if the sum is added elsewhere besides:
-        only the cut makes slices, and with them the groups of 128, the same on all ranks.
+        Stock merges neighbours that go to one rank, but not everywhere on that rank itself: only the cut makes slices,
+        and with them the groups of 128, the same on all ranks.
         """
         params = self.ipg_buckets[communication_data_type].params
         left = [self.bit16_groups[i][index].numel() for i, index, _ in params]
@@ -79,11 +76,7 @@ class Fp8ReduceStage12:
         assert not left
 
     def _fp8_destination(self: Any, ranks: Any) -> int:
-        """The one rank that needs a slice.
-
-        Raises:
-            UnsupportedError: several do. The bucket is the same on all ranks: all raise, before the collective.
-        """
+        """The one rank that needs a slice. Where several do, all ranks raise, before the collective."""
         if not isinstance(ranks, (set, frozenset)):
             return int(ranks)
         if len(ranks) > 1:
@@ -92,3 +85,28 @@ class Fp8ReduceStage12:
                 f'optimizer needs whole gradients on ranks {sorted(ranks)}. Set "reduce_scatter": "bf16".'
             )
         return int(next(iter(ranks)))
+
+
+class Fp8ReduceStage3:
+    """Mix-in before Fp8ZeroStage3: overrides what averages one bucket of gradients."""
+
+    # The name under which DeepSpeed's private `__avg_scatter_grads` is looked up.
+    @torch.no_grad()
+    def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(
+        self: Any, params_to_reduce: list[Any], communication_data_type: torch.dtype
+    ) -> list[Tensor]:
+        """This rank's partition of each averaged gradient, without padding, in the accumulation dtype.
+
+        Stock calls it on the stream of the reduction. Its pre- and post-division keep 16-bit sums in range and have no
+        counterpart: the sum here is float64's (`gradient_predivide_factor` is refused).
+        """
+        group = params_to_reduce[0].ds_process_group
+        num_ranks = dist.get_world_size(group)
+        if num_ranks == 1:
+            return super()._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(  # type: ignore[misc]
+                params_to_reduce, communication_data_type
+            )
+        grads = [p.grad.reshape(-1) for p in params_to_reduce]
+        sums, num_bytes = reduce_scatter_fp8_shares(group, grads, self.gradient_accumulation_dtype, 1.0 / num_ranks)
+        self._fp8.counter.reduced += num_bytes
+        return sums
