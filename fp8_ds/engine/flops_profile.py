@@ -22,17 +22,18 @@ class Fp8FlopsProfiler(theirs.FlopsProfiler):
 
     def start_profile(self, ignore_list: Any = None) -> None:
         super().start_profile(ignore_list)
-        self._fp8_handles: list[RemovableHandle] = [
+        handles: list[RemovableHandle] = [
             # Before stock's own hook, which adds up what was counted within the module.
             module.register_forward_hook(_count, with_kwargs=True, prepend=True)
             for module in self.model.modules()
             if isinstance(module, (Fp8Linear, Fp8Experts))
         ]
 
-    def stop_profile(self) -> None:
-        super().stop_profile()
-        for handle in getattr(self, "_fp8_handles", ()):
-            handle.remove()
+        def remove(*args: Any) -> None:
+            for handle in handles:
+                handle.remove()
+
+        handles.append(self.model.register_forward_hook(remove, always_call=True))
 
 
 def _count(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import difflib
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8_ds.config import Fp8Config
@@ -172,7 +175,7 @@ def _refuse_model(fp8: Fp8Config, config: dict[str, Any], model: Any, mpu: Any, 
 
 
 def _resolve_config(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The configuration as a dict, from wherever the caller put it; None if it is nowhere (stock will say so)."""
+    """The configuration as a dict, from wherever the caller put it; else stock will say what is wrong."""
     bound = inspect.signature(stock).bind_partial(*args, **kwargs).arguments
     client_args = bound.get("args")
     candidates = [
@@ -182,11 +185,23 @@ def _resolve_config(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: di
         getattr(client_args, "deepscale_config", None),
     ]
     config = next((candidate for candidate in candidates if candidate is not None), None)
-    if config is None or isinstance(config, dict):
-        return config
-    from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+    return _read(config) if isinstance(config, str) else config
 
-    return load_ds_config(config)
+
+def _read(config: str) -> Any:
+    """What DeepSpeed takes a string for: the path of an HJSON file, or HJSON in base64. Stock refuses what is neither.
+
+    Raises:
+        ValueError: the file is no HJSON.
+    """
+    import hjson
+
+    if os.path.exists(config):
+        return hjson.loads(Path(config).read_text())
+    try:
+        return hjson.loads(base64.urlsafe_b64decode(config).decode())
+    except ValueError:
+        return None
 
 
 def _apply_patches() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed.utils.z3_leaf_module import z3_leaf_module
+from deepspeed.utils import z3_leaf_module
 from torch.nn import Module
 
 from fp8_ds.engine.liger_loss import with_liger_loss

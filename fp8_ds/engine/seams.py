@@ -1,6 +1,6 @@
-"""Every symbol of DeepSpeed that we override, patch or rely on, with why, its signature, and the versions tested.
+"""Every symbol of DeepSpeed that we override or patch, and every private one that we rely on: why, and its signature.
 
-Nothing of DeepSpeed is touched that has no row here. All rows are checked before the first FP8 engine is built
+Public functions that we only call have no row. All rows are checked before the first FP8 engine is built
 (seam_check.py, which has the bodies of the tested versions, too).
 """
 
@@ -57,13 +57,6 @@ SEAMS = (
     Seam("deepspeed", "PipelineEngine", (), "swap", "our engine during one initialize call"),
     Seam(
         "deepspeed.runtime.tensor_parallel.init_utils",
-        "load_ds_config",
-        ("config",),
-        "rely",
-        "resolves a path or base64 to the same dict that stock uses",
-    ),
-    Seam(
-        "deepspeed.runtime.tensor_parallel.init_utils",
         "record_tp_model_init_args",
         ("tp_size", "dtype", "tp_group"),
         "rely",
@@ -76,12 +69,7 @@ SEAMS = (
     Seam(_ENGINE, "DeepSpeedEngine._take_model_step", ("self", "lr_kwargs"), "override", "schedule, monitor, guard"),
     Seam(_ENGINE, "DeepSpeedEngine.forward", ("self", "inputs", "kwargs"), "override", "from here on layers stay"),
     Seam(_ENGINE, "DeepSpeedEngine.compile", ("self", "backend", "compile_kwargs"), "override", "a hint on leaves"),
-    Seam(_ENGINE, "DeepSpeedEngine.flops_profiler_enabled", ("self",), "rely", "whether there is a profiler"),
     Seam(_FLOPS, "FlopsProfiler.start_profile", ("self", "ignore_list"), "override", "counts FP8 layers, too"),
-    Seam(_FLOPS, "FlopsProfiler.stop_profile", ("self",), "override", "no longer"),
-    Seam(_ENGINE, "DeepSpeedEngine.zero_optimization_partition_weights", ("self",), "rely", "whether it is ZeRO-3"),
-    Seam(_ENGINE, "DeepSpeedEngine.zero_prefetch_bucket_size", ("self",), "rely", "whether a leaf is prefetched whole"),
-    Seam("deepspeed.utils.z3_leaf_module", "z3_leaf_module", ("model",), "rely", "whether it is gathered as a whole"),
     Seam(
         _ENGINE,
         "DeepSpeedEngine._configure_basic_optimizer",
@@ -120,7 +108,6 @@ SEAMS = (
     Seam(_ENGINE, "DeepSpeedEngine.load_module_state_dict", ("self", "checkpoint"), "override", "masters of a load"),
     Seam(_ENGINE, "DeepSpeedEngine.save_16bit_model", ("self", "save_dir"), "override", "bf16 of masters"),
     Seam(_ENGINE, "DeepSpeedEngine._zero3_consolidated_16bit_state_dict", ("self",), "override", "not of one rank"),
-    Seam(_ENGINE, "DeepSpeedEngine.was_step_applied", ("self",), "rely", "the guard judges no skipped step"),
     Seam(
         _S12,
         "all_gather_dp_groups",
@@ -144,11 +131,9 @@ SEAMS = (
         "a norm is not measured twice in a step",
     ),
     Seam(_S12, f"{_Z12}.backward_epilogue", ("self",), "override", "gradients that wait leave CUDA graphs"),
-    Seam(_S12, f"{_Z12}.update_lp_params", ("self",), "override", "gathers after a universal load"),
     Seam(_S12, f"{_Z12}._update_model_bit16_weights", ("self", "group_index"), "override", "done by the gather"),
     Seam(_S12, f"{_Z12}._link_all_hp_params", ("self",), "override", "fragments without a bf16 copy"),
     Seam(_S12, f"{_Z12}._restore_from_bit16_weights", ("self",), "override", "masters from FP8 and own bf16"),
-    Seam(_S12, f"{_Z12}._load_legacy_checkpoint", ("self", "state_dict_list"), "override", "re-quantises"),
     Seam(
         _S12,
         f"{_Z12}.allreduce_and_scatter",
@@ -163,7 +148,6 @@ SEAMS = (
         "rely",
         "divides the bucket, cuts it by rank in buffer order, and calls allreduce_and_scatter",
     ),
-    Seam(_S12, f"{_Z12}.initialize_optimizer_states", ("self",), "override", "FP8 states: left out"),
     Seam(_S12, f"{_Z12}.process_gradients", ("self", "param", "i"), "override", "release: into a bucket at once"),
     Seam(
         _S12, f"{_Z12}.reduce_gradients", ("self", "pipeline_parallel"), "override", "release: the last; one rank: none"
@@ -185,42 +169,18 @@ SEAMS = (
     ),
     Seam(
         _S12,
-        f"{_Z12}.reduce_independent_p_g_buckets_and_remove_grads",
-        ("self", "param", "i"),
-        "rely",
-        "release: fills buckets, and empties full ones by reduce_ipg_grads",
-    ),
-    Seam(
-        _S12,
         f"{_Z12}.reduce_ready_partitions_and_remove_grads",
         ("self", "param", "i"),
         "override",
-        "FP8 states on one rank: left out",
+        "release: fills buckets, empties full ones by reduce_ipg_grads; one rank: none",
     ),
     Seam(_S12, f"{_Z12}.setup_buckets", ("self",), "override", "release: allocates buckets; one rank: none"),
     Seam(_S12, f"{_Z12}._release_ipg_buffers", ("self",), "rely", "release: frees buckets"),
-    Seam(_S12, f"{_Z12}._lazy_init_hp_params_optimizer_state", ("self",), "override", "FP8 states: left out"),
     Seam(_S12, f"{_Z12}.get_flat_partition", ("self",), "rely", "FP8 states: reduced gradients in partition order"),
-    Seam(_S12, f"{_Z12}.free_grad_in_param_list", ("self", "param_list"), "rely", "FP8 states: frees gradients"),
-    Seam(
-        _S12,
-        f"{_Z12}._get_groups_without_padding",
-        ("self", "groups_with_padding"),
-        "override",
-        "FP8 states: dense masters",
-    ),
-    Seam(_S12, f"{_Z12}.state_dict", ("self",), "rely", "FP8 states: takes masters by the method above"),
-    Seam(_S12, f"{_Z12}.load_state_dict", ("self", "state_dict_list"), "override", "FP8 states: quantised after it"),
+    Seam(_S12, f"{_Z12}._get_groups_without_padding", ("self", "groups_with_padding"), "override", "dense masters"),
+    Seam(_S12, f"{_Z12}.load_state_dict", ("self", "state_dict_list"), "override", "quantises after it"),
     Seam(_S12, f"{_Z12}.offload_states", ("self", "include", "device"), "override", "moves compact buffers"),
     Seam(_S12, f"{_Z12}.reload_states", ("self", "non_blocking"), "override", "moves compact buffers"),
-    Seam(_S12, f"{_Z12}.get_data_parallel_partitions", ("self", "tensor", "group_id"), "rely", "of the meta flat"),
-    Seam(
-        "deepspeed.utils.tensor_fragment",
-        "get_hp_fragment_mapping",
-        ("lp_param", "lp_start", "flat_hp_partition"),
-        "rely",
-        "flattens each parameter: Fp8Parameter answers with its placeholder",
-    ),
     Seam(
         "deepspeed.utils.tensor_fragment",
         "tensor_fragment.get_hp_fragment",
@@ -276,8 +236,9 @@ SEAMS = (
         f"{_Z3}._post_step",
         ("self", "timer_names"),
         "override",
-        "quantises; then gathers persistents, which stock does with a wait for the whole device",
+        "quantises; then gathers persistents, by all_gather with the very list of them",
     ),
+    Seam(_S3, f"{_Z3}.checkpoint_event_epilogue", ("self",), "rely", "likewise, after a save or load"),
     Seam(
         _S3,
         f"{_Z3}._reassign_or_swap_out_partitioned_parameters",
@@ -286,9 +247,7 @@ SEAMS = (
         "copies only bf16 shards that exist",
     ),
     Seam(_S3, f"{_Z3}.load_state_dict", ("self", "state_dict_list"), "override", "re-quantises"),
-    Seam(_S3, f"{_Z3}._rigid_load_state_dict", ("self", "state_dict"), "rely", "writes the bf16 flat buffer"),
     Seam(_S3, f"{_Z3}._restore_from_bit16_weights", ("self",), "override", "masters from bf16 shards"),
-    Seam(_S3, f"{_Z3}.checkpoint_event_epilogue", ("self",), "override", "persistents in FP8"),
     Seam(
         _S3,
         f"{_Z3}._{_Z3}__avg_scatter_grads",
@@ -319,7 +278,6 @@ SEAMS = (
     ),
     Seam(_S3, f"{_Z3}.offload_states", ("self", "include", "device"), "override", "moves FP8 shards"),
     Seam(_S3, f"{_Z3}.reload_states", ("self", "non_blocking"), "override", "moves FP8 shards"),
-    Seam(_S3, f"{_Z3}.set_grad_positions", ("self",), "rely", "where each master lies"),
     Seam(_S3, f"{_Z3}._set_fp16_partitioned_groups_flat", ("self",), "rely", "layout of the bf16 flat buffer"),
     Seam(
         _PP,
@@ -329,17 +287,7 @@ SEAMS = (
         "all_gather, all_gather_coalesced and partition of every parameter are replaced",
     ),
     Seam(_PP, "Init._partition_param", ("self", "param"), "rely", "frees data, writes ds_tensor"),
-    Seam(_PP, "free_param", ("param",), "rely", "frees data; a weight gathered in FP8 is left likewise"),
     Seam(_PP, "AllGatherCoalescedHandle.wait", ("self", "handle_dependency"), "rely", "the handle protocol"),
-    Seam(_PP, "GatheredParameters.__enter__", ("self",), "rely", "reads through all_gather"),
-    Seam(
-        _COORD,
-        "PartitionedParameterCoordinator.__init__",
-        ("self", "prefetch_bucket_sz"),
-        "rely",
-        "with leaves its private limit of fetches that the host may be ahead by becomes 4 of 2",
-    ),
-    Seam(_COORD, "PartitionedParameterCoordinator.fetch_sub_module", ("self",), "rely", "streams and handles"),
     Seam(
         "deepspeed.runtime.zero.parameter_offload",
         "DeepSpeedZeRoOffload._register_deepspeed_module",
@@ -352,14 +300,7 @@ SEAMS = (
         "PartitionedParameterCoordinator._fetch_sub_module_impl",
         ("self", "current_submodule", "forward", "is_leaf"),
         "rely",
-        "reads that limit; removes a parameter from its registry, then waits: the handle removes its leaf's others",
-    ),
-    Seam(
-        _COORD,
-        "PartitionedParameterCoordinator._clean_inflight_param_registry",
-        ("self",),
-        "rely",
-        "walks through the registry, in which handles leave everything then",
+        "reads the limit of fetches ahead, 4 of 2 with leaves; waits, where the handle removes its leaf's others",
     ),
     Seam(_COORD, "PartitionedParameterCoordinator.release_sub_module", ("self",), "rely", "releases by partition"),
     Seam(
@@ -369,15 +310,12 @@ SEAMS = (
         "override",
         "bf16 of masters, gathered over AutoTP's ranks",
     ),
-    Seam(_TP, "TensorParallel_Layer", (), "rely", "what AutoTP has made of a linear: all of them inherit it"),
     Seam(_TP, "LinearLayer.forward", ("self", "input"), "override", "x W^T in FP8; for all classes that inherit it"),
     Seam(_TP, "LinearAllreduce.forward", ("self", "input"), "override", "likewise"),
     Seam(_TP, "SubParamLinearLayer.forward", ("self", "input"), "override", "likewise"),
     Seam(_TP, "SubParamLinearAllreduce.forward", ("self", "input"), "override", "likewise"),
     Seam(_TP, "LinearAllreduceWithReplicatedInput.forward", ("self", "input"), "override", "likewise", since="0.19.8"),
-    Seam(_TP, "ColumnParallel.backward", ("ctx", "grad_output"), "rely", "all-reduces grad_input in place"),
     Seam(_TP, "RowParallel.forward", ("ctx", "group", "input"), "rely", "all-reduces the output in place"),
-    Seam(_TP, "AsyncColumnParallel.backward", ("ctx", "grad_output"), "rely", "mirrored: the overlapped all-reduce"),
     Seam(
         _TP,
         "ScatterToTensorParallelRegion.forward",
@@ -395,25 +333,11 @@ SEAMS = (
         since="0.19.8",
     ),
     Seam(
-        _TP,
-        "GatherReplacedLayerParams.__exit__",
-        ("self", "exc_type", "exc_value", "traceback"),
-        "rely",
-        "cuts gathered weights into new tensors: data of all Parameters are put back",
-    ),
-    Seam(
         "deepspeed.sequence.layer",
         "DistributedAttention.forward",
         ("self", "query", "key", "value", "batch_dim_idx", "rotary_pos_emb"),
         "override",
         "tp/ulysses.py: one exchange of q, k and v in FP8",
-    ),
-    Seam(
-        "deepspeed.sequence.layer",
-        "_SeqAllToAll.forward",
-        ("ctx", "group", "input", "scatter_idx", "gather_idx", "batch_dim_idx"),
-        "rely",
-        "the output of attention, in bf16",
     ),
     Seam(
         "deepspeed.sequence.layer",

@@ -83,23 +83,17 @@ class AutoTpFp8Linear(ParallelFp8Linear):
 class ColumnAutoTpFp8Linear(AutoTpFp8Linear):
     """LinearLayer and what inherits its `forward`, and SubParamLinearLayer.
 
-    With `tensor_parallel.tp_overlap_comm` the all-reduce of grad_input runs beside the GEMM of grad_weight.
+    The all-reduce of grad_input runs beside the GEMM of grad_weight, as DeepSpeed has it with `tp_overlap_comm`.
     """
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: Tensor) -> Tensor:
         self._check_eager()
-        # SubParamLinearLayer does not look at tp_overlap_comm.
-        if getattr(self, "tp_overlap_comm", False) and isinstance(self, ds_layers.LinearLayer):
-            apply: Any = _OverlappedColumn.apply  # untyped in torch
-            record = torch.is_grad_enabled()
-            output = apply(
-                self.checked(input, self.weight), self.weight, self.bias, self.fp8_recipe, record, self.mp_group
-            )
-        else:
-            if self.mp_group is not None:
-                input = ds_layers.ColumnParallel.apply(self.mp_group, input)
-            output = self.product(input, self.bias)
+        apply: Any = _Column.apply  # untyped in torch
+        record = torch.is_grad_enabled()
+        output: Tensor = apply(
+            self.checked(input, self.weight), self.weight, self.bias, self.fp8_recipe, record, self.mp_group
+        )
         return self._gathered(output) if getattr(self, "gather_output", False) else output
 
     def _gathered(self, output: Tensor) -> Tensor:
@@ -134,8 +128,8 @@ class HeadAutoTpFp8Linear(RowAutoTpFp8Linear):
         return output
 
 
-class _OverlappedColumn(torch.autograd.Function):
-    """As AsyncColumnParallel: y = x W^T + b, whose grad_input is summed while grad_weight is computed."""
+class _Column(torch.autograd.Function):
+    """y = x W^T + b, whose grad_input is summed over the ranks while grad_weight is computed."""
 
     @staticmethod
     def forward(
@@ -192,6 +186,7 @@ _BY_FORWARD = {
     "SubParamLinearAllreduce": RowAutoTpFp8Linear,
     "LinearAllreduceWithReplicatedInput": HeadAutoTpFp8Linear,
 }
+_STOCK = tuple(getattr(ds_layers, name) for name in _BY_FORWARD if hasattr(ds_layers, name))  # not all before 0.19.8
 
 
 @functools.cache
@@ -211,8 +206,7 @@ def autotp_linears(model: nn.Module) -> ForeignLinears:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    is_embedding = "Embedding" in type(module).__name__
-    return isinstance(module, ds_layers.TensorParallel_Layer) and not is_embedding and hasattr(module, "weight")
+    return isinstance(module, _STOCK) and hasattr(module, "weight")
 
 
 def configure_autotp(config: TensorParallelConfig) -> None:

@@ -77,17 +77,19 @@ def _join(x: Tensor, dim: int) -> Tensor:
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: Any, gather_dim: int, grad_format: Float8Format | None, *xs: Tensor) -> Any:
-        ctx.group, ctx.gather_dim, ctx.grad_format = group, gather_dim, grad_format
-        shards = [_cut(x, _HEADS, dist.get_world_size(group)) for x in xs]
-        return tuple(_join(one, gather_dim) for one in exchange(shards, group, E4M3))
+    def forward(
+        ctx: Any, group: Any, dims: tuple[int, int], formats: Sequence[Float8Format | None], *xs: Tensor
+    ) -> Any:
+        ctx.group, (ctx.cut_dim, ctx.join_dim), (fmt, ctx.grad_format) = group, dims, formats
+        shards = [_cut(x, ctx.cut_dim, dist.get_world_size(group)) for x in xs]
+        return tuple(_join(one, ctx.join_dim) for one in exchange(shards, group, fmt))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        shards = [_cut(grad, ctx.gather_dim, dist.get_world_size(ctx.group)) for grad in grads]
+        shards = [_cut(grad, ctx.join_dim, dist.get_world_size(ctx.group)) for grad in grads]
         found = exchange(shards, ctx.group, ctx.grad_format)
-        return None, None, None, *(_join(one, _HEADS) for one in found)
+        return None, None, None, *(_join(one, ctx.cut_dim) for one in found)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -115,5 +117,18 @@ def exchange_heads(
                 f"xs: expected [S, b, H, D] or [b, S, H, D], H divisible by {num_ranks} ranks, got {tuple(x.shape)}. "
                 "Use fewer ranks, or DeepSpeed's own exchange."
             )
-    result: tuple[Tensor, ...] = _Exchange.apply(group, gather_dim, grad_format, *xs)
+    result: tuple[Tensor, ...] = _Exchange.apply(group, (_HEADS, gather_dim), (E4M3, grad_format), *xs)
+    return result
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def exchange_tokens(x: Tensor, group: dist.ProcessGroup, scatter_dim: int) -> Tensor:
+    """From all tokens of a rank's heads to its tokens of all heads, in x's dtype, gradients too. Collective likewise.
+
+    Args:
+        x: attention's output, of shape and heads as `exchange_heads` gives them.
+        group: of n ranks.
+        scatter_dim: of the tokens: 0 or 1.
+    """
+    (result,) = _Exchange.apply(group, (scatter_dim, _HEADS), (None, None), x)
     return result

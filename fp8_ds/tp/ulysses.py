@@ -1,7 +1,7 @@
 """DeepSpeed's Ulysses attention with q, k and v exchanged in FP8: retyped in place.
 
 Stock sends q, k and v in bf16, one all-to-all each. Here they travel together, D + 1 bytes for a head of D elements.
-The output of attention goes back in bf16, by DeepSpeed's own all-to-all. Seams: engine/seams.py.
+The output of attention goes back in bf16. Seams: engine/seams.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fp8_ds.errors import ConfigError
 from fp8_ds.formats import BY_NAME, Float8Format
-from fp8_ds.tp.exchange import exchange_heads
+from fp8_ds.tp.exchange import exchange_heads, exchange_tokens
 
 GradFormat = Literal["bf16", "e4m3", "e5m2"]
 
@@ -45,8 +45,7 @@ class Fp8DistributedAttention(ds_sequence.DistributedAttention):
             query = ds_sequence.apply_rotary_pos_emb(query, cos, sin)
             key = ds_sequence.apply_rotary_pos_emb(key, cos, sin)
         context = self.local_attn(query, key, value, *args, **kwargs)
-        back = (self.gather_idx, self.scatter_idx, batch_dim_idx)
-        output: Tensor = ds_sequence._SeqAllToAll.apply(self.spg, context, *back)
+        output: Tensor = exchange_tokens(context, self.spg, self.gather_idx)
         return output
 
 

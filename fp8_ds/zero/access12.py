@@ -165,10 +165,6 @@ class Fp8AccessStage12:
                 master.narrow(0, f.partition_start, f.numel).copy_(piece)
         self._fp8_refresh(is_step=False)
 
-    def _load_legacy_checkpoint(self: Any, *args: Any, **kwargs: Any) -> None:
-        super()._load_legacy_checkpoint(*args, **kwargs)  # type: ignore[misc]
-        self._fp8_refresh(is_step=False)
-
 
 @torch.no_grad()
 def write_through(owner: weakref.ref[Any], group_index: int, index: int, slot: int, value: Tensor) -> None:

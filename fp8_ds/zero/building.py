@@ -21,9 +21,6 @@ from fp8_ds.zero.split import virtual_flat
 class BuildingHost:
     fp8_releases = False
 
-    def initialize_optimizer_states(self) -> None:
-        """Nothing: moments come with the first step, and gradients are not copied to fp32."""
-
 
 class Building12(BuildingHost):
     """Mix-in before DeepSpeedZeroOptimizer."""
@@ -40,6 +37,9 @@ class Building12(BuildingHost):
 
 class Building3(BuildingHost):
     """Mix-in before DeepSpeedZeroOptimizer_Stage3."""
+
+    def initialize_optimizer_states(self) -> None:
+        """Nothing: moments come with the first step, and gradients are not copied to fp32."""
 
     def _setup_for_real_optimizer(self: Any) -> None:
         """With gradient release: no buffer for the gradients of all parameters, and small buckets."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from typing import Any
 
-from deepspeed.utils.z3_leaf_module import z3_leaf_module
+from deepspeed.utils import z3_leaf_module
 from torch import nn
 
 

@@ -48,7 +48,7 @@ class Fp8ReleaseStage12(Fp8StatesStage12):
         # a parameter in one, and say nothing of release.
         self._fp8_release.expect([self._fp8_names[id(param)]])
         self.setup_buckets()
-        self.reduce_independent_p_g_buckets_and_remove_grads(param, i)
+        self.reduce_ready_partitions_and_remove_grads(param, i)
         for dtype, bucket in self.ipg_buckets.items():
             # One gradient that is larger than a bucket: stock code would keep it until the next one is there.
             if bucket.elements > self.reduce_bucket_size:

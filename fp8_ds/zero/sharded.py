@@ -8,7 +8,7 @@ arrive in FP8; readers get bf16 of the masters, as in stock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -188,7 +188,13 @@ class Fp8GatherHandle:
 
 
 class Fp8Shards:
-    """All FP8 weights of one ZeRO-3 optimizer, whose scales `quantizer` holds."""
+    """All FP8 weights of one ZeRO-3 optimizer, whose scales `quantizer` holds.
+
+    Attributes:
+        persistent: the parameters that stay gathered, in the very list that stock code passes on.
+    """
+
+    persistent: Sequence[Any] = ()
 
     def __init__(self, quantizer: WeightQuantizer, counter: ByteCounter, in_flight: InFlight) -> None:
         self.quantizer = quantizer
@@ -340,6 +346,8 @@ class ZeroParamHooks(ParamHooks):
 
     def all_gather(self, param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
         """Gather for reading: bf16 of the masters. Weights that are gathered in FP8 (persistent) are released first."""
+        if param_list is self.shards.persistent:  # stock code after a step or a checkpoint
+            return gather_persistent(self.shards)
         params = [self.param] if param_list is None else hand_on(param_list, self.shards, "all_gather")
         for weight in self.shards.of(params):
             if weight.payload.data is not None and not weight.param.ds_active_sub_modules:
@@ -380,3 +388,41 @@ class ZeroParamHooks(ParamHooks):
             self.stock_partition([p for p in params if id(p) not in done], hierarchy, True, free_data)
             if in_bf16:
                 self.shards.absorb(in_bf16)
+
+
+def gather_persistent(shards: Fp8Shards) -> None:
+    """Gather those of `shards.persistent` that are not there, FP8 weights in FP8, the rest in their shards' dtype.
+
+    Collective.
+    Stock code comes to the same bits in 6 ms of the host for the norms of a Llama-3-8B, while the device has no work.
+    """
+    params = [p for p in shards.persistent if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+    shards.wait_until_ready()
+    if weights := shards.fetched_in_fp8(params):
+        shards.gather(weights).wait()
+    alike: dict[Any, list[Any]] = {}  # in the order of `params`, which is that of all ranks
+    for p in shards.fetched_by_stock(params):
+        alike.setdefault((p.ds_process_group, p.ds_tensor.dtype), []).append(p)
+    for some in alike.values():
+        shards.counter.hp += _gather(some)
+
+
+@torch.no_grad()
+def _gather(params: list[Any]) -> int:
+    """Of one process group and dtype, in one collective; bytes that arrive."""
+    group = params[0].ds_process_group
+    num_ranks = ds_comm.get_world_size(group=group)
+    sizes = [p.ds_tensor.ds_numel for p in params]
+    local = torch.cat([p.ds_tensor.data for p in params])
+    buffer, num_bytes = local, 0
+    if num_ranks > 1:
+        buffer = local.new_empty(num_ranks * local.numel())
+        ds_comm.allgather_fn(buffer, local, group=group)
+        num_bytes = buffer.numel() * buffer.element_size()
+    whole = [buffer.new_empty(num_ranks * size) for size in sizes]
+    by_rank = [one.view(num_ranks, -1) for one in whole]
+    torch.split_with_sizes_copy(buffer.view(num_ranks, -1), sizes, dim=1, out=by_rank)
+    for p, one in zip(params, whole, strict=True):
+        p.data = one[: p.ds_numel].view(p.ds_shape)
+        p.ds_status = ZeroParamStatus.AVAILABLE
+    return num_bytes

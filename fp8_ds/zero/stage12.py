@@ -104,7 +104,7 @@ class Fp8ZeroStage12(Fp8AccessStage12):
             scale, scale_inv = self._fp8_quantizer.scale[slot], self._fp8_quantizer.scale_inv[slot]
             retype(p, Fp8Payload(names[id(p)], scale, scale_inv, dtype, device))
         self.bit16_groups_flat[i] = torch.empty(flat.numel(), dtype=dtype, device="meta")
-        self.parallel_partitioned_bit16_groups[i] = self.get_data_parallel_partitions(self.bit16_groups_flat[i], i)
+        self.parallel_partitioned_bit16_groups[i] = list(self.bit16_groups_flat[i].split(int(self.partition_size[i])))
         bf16 = flat if self._fp8_fills_from_bf16 else None
         del flat
         fp8 = self._fp8_make_kind(i, is_fp8, E4M3.torch_dtype, device)
@@ -232,10 +232,12 @@ class Fp8ZeroStage12(Fp8AccessStage12):
         if self.overflow and self._fp8.history is not None:
             self._fp8.history.amax_local.zero_()
 
-    def update_lp_params(self: Any) -> None:
-        """Stock, after a universal load; its gather becomes ours. Raises as `step` does."""
-        _expect_patched_gather()
-        super().update_lp_params()  # type: ignore[misc]
+    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Stock, then quantise; a universal load ends with stock's gather, which is ours. Raises as `step` does."""
+        if kwargs.get("checkpoint_folder") is not None:
+            _expect_patched_gather()
+        super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+        self._fp8_refresh(is_step=False)
 
     def backward_epilogue(self: Any, *args: Any, **kwargs: Any) -> None:
         """Gradients that wait for the step, or for more micro-batches, leave the memory of CUDA graphs: stock code has

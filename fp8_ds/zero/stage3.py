@@ -7,13 +7,13 @@ Seams: fp8_ds/engine/seams.py.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from deepspeed import comm as ds_comm
 from deepspeed.runtime.zero import stage3 as ds_stage3
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
@@ -45,12 +45,17 @@ class Fp8ZeroStage3:
         """Give every converted weight an FP8 shard and hook all parameters. Collective (first quantisation)."""
         self._fp8 = context
         self._fp8_has_gradient: set[int] = set()  # ds_id, since the last step
+        self._fp8_places: dict[int, tuple[int, int]] = {}  # by id: sub-group, and where its flat master has a parameter
+        for i, group in enumerate(self.fp16_groups):
+            starts = itertools.accumulate((p.ds_tensor.ds_numel for p in group), initial=0)
+            self._fp8_places.update((id(p), (i, start)) for p, start in zip(group, starts, strict=False))
         device = self.fp32_partitioned_groups_flat[0].device
         for p in context.weights.values():
             if p.ds_status == ZeroParamStatus.AVAILABLE:  # type: ignore[attr-defined]
                 p.partition()  # type: ignore[attr-defined]
         quantizer = self._fp8_make_quantizer(context, device)
         self._fp8_shards = shards = self._fp8_make_collection(quantizer)
+        shards.persistent = self.persistent_parameters
         for index, (name, p) in enumerate(context.weights.items()):
             shards.add(self._fp8_make_weight(name, p, index))
         self._fp8_fill(device)
@@ -93,7 +98,7 @@ class Fp8ZeroStage3:
         weights = self._fp8_shards.weights
         for weight in weights:
             if weight.is_trainable:
-                group, offset, _ = self.grad_position[self.get_param_id(weight.param)]
+                group, offset = self._fp8_places[id(weight.param)]
                 master = self.fp32_partitioned_groups_flat[group].detach()
                 weight.source = master.narrow(0, offset, weight.num_real)
             else:
@@ -235,7 +240,7 @@ class Fp8ZeroStage3:
             torch._foreach_copy_(bf16, masters)
 
     def _post_step(self: Any, timer_names: Any) -> None:
-        """Stock, but for its gather of persistent parameters, which empties the device's queue.
+        """Stock, of new FP8 shards.
 
         Raises:
             UnsupportedError: the masters are no longer those that the FP8 weights are quantised from: on all ranks.
@@ -247,28 +252,8 @@ class Fp8ZeroStage3:
                 'them. Train with LoRA, or all weights with "fp8": {"optimizer": {"states": "fp8"}}.'
             )
         self._fp8_refresh(is_step=True)
-        everything, self.persistent_parameters = self.persistent_parameters, []
-        try:
-            super()._post_step(timer_names)  # type: ignore[misc]
-        finally:
-            self.persistent_parameters = everything
-        missing = [p for p in everything if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
-        if missing:
-            gather_persistent(self._fp8_shards, missing)
+        super()._post_step(timer_names)  # type: ignore[misc]
         self._fp8.counter.end_step()
-
-    def checkpoint_event_epilogue(self: Any) -> None:
-        """Stock gathers the persistent parameters in bf16; those in FP8 are gathered in FP8 after it."""
-        everything = self.persistent_parameters
-        self.persistent_parameters = self._fp8_shards.fetched_by_stock(everything)
-        try:
-            super().checkpoint_event_epilogue()  # type: ignore[misc]
-        finally:
-            self.persistent_parameters = everything
-        in_fp8 = self._fp8_shards.fetched_in_fp8(everything)
-        missing = [w for w in in_fp8 if w.param.ds_status == ZeroParamStatus.NOT_AVAILABLE]
-        if missing:
-            self._fp8_shards.gather(missing).wait()
 
     def step(self: Any, closure: Any = None) -> None:
         super().step(closure)  # type: ignore[misc]
@@ -359,39 +344,3 @@ class Fp8ZeroStage3:
             "persistent": persistent,
             "num_fp8_weights": sum(p.ds_numel for p in parameters if self._fp8_shards.of([p])),
         }
-
-
-def gather_persistent(shards: Fp8Shards, params: list[Any]) -> None:
-    """Gather what is not available, FP8 weights in FP8 and the rest in its shards' dtype. Collective.
-
-    Stock code comes to the same bits in 6 ms of the host for the norms of a Llama-3-8B, while the device has no work.
-    """
-    shards.wait_until_ready()
-    if weights := shards.fetched_in_fp8(params):
-        shards.gather(weights).wait()
-    alike: dict[Any, list[Any]] = {}  # in the order of `params`, which is that of all ranks
-    for p in shards.fetched_by_stock(params):
-        alike.setdefault((p.ds_process_group, p.ds_tensor.dtype), []).append(p)
-    for some in alike.values():
-        shards.counter.hp += _gather(some)
-
-
-@torch.no_grad()
-def _gather(params: list[Any]) -> int:
-    """Of one process group and dtype, in one collective; bytes that arrive."""
-    group = params[0].ds_process_group
-    num_ranks = ds_comm.get_world_size(group=group)
-    sizes = [p.ds_tensor.ds_numel for p in params]
-    local = torch.cat([p.ds_tensor.data for p in params])
-    buffer, num_bytes = local, 0
-    if num_ranks > 1:
-        buffer = local.new_empty(num_ranks * local.numel())
-        ds_comm.allgather_fn(buffer, local, group=group)
-        num_bytes = buffer.numel() * buffer.element_size()
-    whole = [buffer.new_empty(num_ranks * size) for size in sizes]
-    by_rank = [one.view(num_ranks, -1) for one in whole]
-    torch.split_with_sizes_copy(buffer.view(num_ranks, -1), sizes, dim=1, out=by_rank)
-    for p, one in zip(params, whole, strict=True):
-        p.data = one[: p.ds_numel].view(p.ds_shape)
-        p.ds_status = ZeroParamStatus.AVAILABLE
-    return num_bytes

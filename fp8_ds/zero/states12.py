@@ -162,7 +162,7 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         self._fp8_update(grads, clip_factor(norm, self.clip_grad, self.loss_scale), skip)
         self._fp8_end_step(norm)
         for i, params in enumerate(self.params_in_partition):
-            self.free_grad_in_param_list(params)
+            _drop_gradients(params)
             self.averaged_gradients[i] = self.all_grad_tensors[i] = None
         self.timers(STEP_TIMER).stop()
         self.timers(GATHER_TIMER).start()
@@ -175,7 +175,7 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         """This rank's reduced gradients, 1-D, one per shard, and the parameters they are of."""
         by_name: dict[str, tuple[Tensor, Any]] = {}
         for i, params in enumerate(self.params_in_partition):
-            self.free_grad_in_param_list(self.params_not_in_partition[i])
+            _drop_gradients(self.params_not_in_partition[i])
             pieces = [g for g in self.averaged_gradients[i] if not getattr(g, "_zero_padding", False)]
             for p, grad in zip(params, pieces, strict=False):  # stock code may put a piece of padding last
                 by_name[self._fp8_names[id(p)]] = (grad.reshape(-1), p)
@@ -233,9 +233,6 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         if not self._fp8_is_dense:
             self._fp8_link()
 
-    def _lazy_init_hp_params_optimizer_state(self: Any) -> None:
-        """Nothing: fragments read the quantised moments."""
-
     def _fp8_link(self: Any) -> None:
         """Fragments of this rank's parameters read and write quantised states."""
         if self.optimizer._core is None:
@@ -245,7 +242,7 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
             for p in group:
                 self._fp8_link_fragment(i, p, pieces.get(self._fp8_names[id(p)]))
                 p.set_full_hp_param = functools.partial(self._fp8_set_full, p)
-        self._hp_optimizer_states_linked = True
+        self._hp_optimizer_states_linked = True  # nothing is left for stock code to link in its first step
 
     def _fp8_link_fragment(self: Any, i: int, p: Any, piece: Piece | None) -> None:
         """A fragment where this rank has a shard. Stock code is wrong about that with `round_robin_gradients`."""
@@ -313,6 +310,11 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         """What this rank holds of FP8 weight `index` of a group: at most one shard."""
         name = self._fp8_names[id(self._fp8_kinds[group_index].params[index])]
         return [piece.shard for piece in self._fp8_flats[group_index].pieces if piece.shard.name == name]
+
+
+def _drop_gradients(params: list[Any]) -> None:
+    for p in params:
+        p.grad = p.grad_accum = None
 
 
 class StateFragment(tensor_fragment):

@@ -175,7 +175,7 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
                 continue
             write_dense(shard, None, value, quantizer.scale_inv)
             if self._fp8_is_dense:  # the dense masters will be quantised in the end
-                row, offset, _ = self.grad_position[self.get_param_id(weight.param)]
+                row, offset = self._fp8_places[id(weight.param)]
                 self.fp32_partitioned_groups_flat[row].detach().narrow(0, offset, shard.numel).copy_(value)
 
     def _fp8_set_sources(self: Any) -> None:
@@ -292,11 +292,11 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
         self: Any, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
     ) -> tuple[Tensor, int]:
         """A de-quantised copy of this rank's part, padding included; writing into it changes nothing."""
-        row, _, numel = self.grad_position[self.get_param_id(param)]
+        row, _ = self._fp8_places[id(param)]
         core, shard = self.optimizer.core, self._fp8_shard_of.get(id(param))
         if optim_state_key is not None and (optim_state_key not in MOMENTS or not core.has_moments):
             raise KeyError(optim_state_key)
-        out = torch.zeros(numel, dtype=torch.float32, device=core.device)
+        out = torch.zeros(param.ds_tensor.ds_numel, dtype=torch.float32, device=core.device)
         if shard is not None:
             read_dense(shard, optim_state_key, out[: shard.numel], core.scales.scale_inv)
         return out, row

@@ -47,7 +47,6 @@ def reset() -> None:
     groups.mpu = None
     init_utils._TP_MODEL_INIT_ARGS = None
     ds_layers().set_autotp_mode(training=False)
-    ds_layers().TensorParallel_Layer.tp_overlap_comm = False
 
 
 # --- layers ---
@@ -78,10 +77,9 @@ def make_layer(kind: str) -> Any:
     return getattr(layers, kind)(whole, group, name="x")
 
 
-def run_layer(kind: str, overlap: bool = False) -> dict[str, Any]:
+def run_layer(kind: str) -> dict[str, Any]:
     """SQNR of FP8 to stock, and what both said to the other ranks."""
     stock = make_layer(kind)
-    ds_layers().TensorParallel_Layer.tp_overlap_comm = overlap
     from fp8_ds.tp.autotp import autotp_linears, set_gathers
 
     model = nn.Sequential(make_layer(kind))
@@ -107,8 +105,7 @@ def run_layer(kind: str, overlap: bool = False) -> dict[str, Any]:
         grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).bfloat16()
         with count_collectives() as backward:
             output.backward(grad)
-        bias_grad = stock.bias.grad[None] if overlap else one.bias.grad[None]  # stock's own has a shape of its own
-        results.append([output, inputs.grad, one.weight.grad, bias_grad])
+        results.append([output, inputs.grad, one.weight.grad, one.bias.grad])
         found[f"talk{len(results)}"] = [(count.calls, count.num_bytes) for count in (forward, backward)]
     found["sqnr"] = [sqnr_db(one, other) for one, other in zip(*results, strict=True)]
     revert(model, plan, ["0"], "x")
@@ -151,30 +148,6 @@ def test_a_gathered_output_moves_one_byte_an_element_and_a_scale_a_token(ranks: 
         assert forward[1]["all_gather"] == 2 * tokens * width * 2
         assert forward_fp8[1]["all_gather"] == 2 * tokens * (width + 4)
         assert min(found["sqnr"]) > 20, found["sqnr"]
-
-
-def test_an_overlapped_all_reduce_is_the_same_all_reduce(ranks: Any) -> None:
-    for found, plain in zip(ranks(2).run(overlapped), ranks(2).run(run_layer, "LinearLayer"), strict=True):
-        assert found["talk2"] == plain["talk2"]
-        assert found["sqnr"][:3] == plain["sqnr"][:3]
-
-
-def overlapped() -> dict[str, Any]:
-    """Stock's AsyncColumnParallel returns a bias gradient of a wrong shape for a batch of sequences: compared to the
-    layer without overlap."""
-    from fp8_ds.tp.autotp import ColumnAutoTpFp8Linear
-
-    forward = ColumnAutoTpFp8Linear.forward
-
-    def overlaps(self: Any, input: Tensor) -> Tensor:
-        self.tp_overlap_comm = True
-        return forward(self, input)
-
-    ColumnAutoTpFp8Linear.forward = overlaps  # type: ignore[method-assign]
-    try:
-        return run_layer("LinearLayer")
-    finally:
-        ColumnAutoTpFp8Linear.forward = forward  # type: ignore[method-assign]
 
 
 def other_classes() -> list[str]:
