@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
     from fp8_ds.engine.rank_agreement import Start
 
-_ALIKE = 0.7
-"""Of "fp8" and a key that is taken for it: "fp_8" and "f8", not "fp16"."""
-
 
 def initialize(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Stock `deepspeed.initialize`, with our engines where the configuration has `"fp8": {"enabled": true}`.
@@ -56,65 +53,49 @@ def initialize(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 
 def _leave_to_stock(config: dict[str, Any], arguments: Mapping[str, Any]) -> None:
-    """The other ranks know that FP8 is off on this one.
+    """Tell the other ranks that FP8 is off on this one.
 
     Raises:
         ConfigError: `config` has a block that DeepSpeed would pass over; another rank has FP8 on; or an optimizer shall
             train the model of an engine with FP8.
     """
-    from fp8_ds.engine.host_config import has_optimizer
-    from fp8_ds.engine.rank_agreement import is_one_of_many, take_side
+    from deepspeed.utils import logger
 
-    has_model = arguments.get("model") is not None  # else stock raises, before it makes a group
-    mixed = take_side(False, arguments) if has_model and is_one_of_many(arguments) else None
+    from fp8_ds.engine.host_config import has_optimizer
+    from fp8_ds.engine.rank_agreement import is_one_of_many, own_rank, take_side
+
+    model = arguments.get("model")
+    # Without a model stock raises, before it makes a group.
+    mixed = take_side(False, arguments) if model is not None and is_one_of_many(arguments) else None
     refuse_misplaced_block(config)
-    _warn_of_other_blocks(config)
+    if "fp8" not in config and own_rank() == 0:
+        for line in other_blocks(config):  # no refusal: another library may run
+            logger.warning(line)
     if mixed is not None:
         raise mixed
     if has_optimizer(config, arguments.get("optimizer")):  # Lightning's engine for validate and test has none
-        _refuse_converted(arguments.get("model"))
+        parameters = dict(getattr(model, "named_parameters", dict)())
+        if name := next((name for name, p in parameters.items() if hasattr(p, "_fp8")), None):
+            from fp8_ds.nn.convert import converted_already
 
-
-def _warn_of_other_blocks(config: Mapping[str, Any]) -> None:
-    """A line for each of `other_blocks`, where there is none of ours. No refusal: another library may run."""
-    from fp8_ds.engine.rank_agreement import own_rank
-
-    lines = [] if "fp8" in config else other_blocks(config)
-    if lines and own_rank() == 0:
-        from deepspeed.utils import logger
-
-        for line in lines:
-            logger.warning(line)
+            raise converted_already(f"{name} in FP8")
 
 
 def other_blocks(config: Mapping[str, Any]) -> list[str]:
     """A line for each top-level key that is another FP8 library's block, or "fp8" misspelled."""
     remedies = {"msamp": 'It is MS-AMP\'s: write "fp8" in its place (docs/migrating.md).'}
     keys = (str(key) for key in config if key != "fp8")
+    # "fp_8" and "f8" are alike, "fp16" is not.
     return [
         f"{key}: expected a key that DeepSpeed reads, got one that it passes over in silence. "
         + remedies.get(key.lower(), 'Did you mean "fp8"?')
         for key in keys
-        if key.lower() in ("msamp", "float8") or difflib.get_close_matches(key.lower(), ["fp8"], cutoff=_ALIKE)
+        if key.lower() in ("msamp", "float8") or difflib.get_close_matches(key.lower(), ["fp8"], cutoff=0.7)
     ]
 
 
-def _refuse_converted(model: Any) -> None:
-    """Raises: ConfigError: a weight is FP8 bytes, which a stock optimizer would not step."""
-    parameters = getattr(model, "named_parameters", dict)
-    name = next((name for name, p in dict(parameters()).items() if hasattr(p, "_fp8")), None)
-    if name is not None:
-        from fp8_ds.nn.convert import converted_already
-
-        raise converted_already(f"{name} in FP8")
-
-
 def refuse_misplaced_block(config: Mapping[str, Any]) -> None:
-    """Nothing happens unless `config` has a block that somebody meant as "fp8", which DeepSpeed would pass over.
-
-    Raises:
-        ConfigError: it is written otherwise, or lies inside another block.
-    """
+    """Refuse a block that is meant as "fp8", but written otherwise or inside another: DeepSpeed would pass over it."""
     if "fp8" in config:
         return
     found = [repr(key) for key in config if key.lower() == "fp8"]
@@ -124,11 +105,7 @@ def refuse_misplaced_block(config: Mapping[str, Any]) -> None:
 
 
 def _accept(config: dict[str, Any], arguments: Mapping[str, Any]) -> Start | None:
-    """What this rank starts with, once its own configuration and model are known to be possible; None if FP8 is off.
-
-    Raises:
-        Fp8DsError: as `initialize`, of this rank alone.
-    """
+    """What this rank starts with; None if FP8 is off. Raises an Fp8DsError of this rank alone, as `initialize` does."""
     fp8 = Fp8Config.from_block(config["fp8"])
     if not fp8.enabled:
         return None
@@ -148,15 +125,11 @@ def _accept(config: dict[str, Any], arguments: Mapping[str, Any]) -> Start | Non
             _refuse_model(fp8, config, model, mpu, device)
     # Without an optimizer: as it is, whatever stage and model. TRL has reference models in stage 0 beside stage 1 or 2.
     _apply_patches()
-    return start_of_rank(fp8, config, model, mpu, has_plan=trains)
+    return start_of_rank(fp8, config, model, mpu, trains=trains)
 
 
 def _refuse_model(fp8: Fp8Config, config: dict[str, Any], model: Any, mpu: Any, device: torch.device) -> None:
-    """Nothing happens if this model can be trained with this configuration.
-
-    Raises:
-        Fp8DsError: as `initialize`, of this rank alone.
-    """
+    """Raise an Fp8DsError, of this rank alone, if this model cannot be trained with this configuration."""
     from fp8_ds.engine.cut_models import refuse_added_parameters, refuse_mpu, refuse_second_cut
     from fp8_ds.engine.host_config import zero_stage
     from fp8_ds.engine.liger_loss import check_chunks
@@ -189,11 +162,7 @@ def _resolve_config(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 
 def _read(config: str) -> Any:
-    """What DeepSpeed takes a string for: the path of an HJSON file, or HJSON in base64. Stock refuses what is neither.
-
-    Raises:
-        ValueError: the file is no HJSON.
-    """
+    """What DeepSpeed takes a string for: the path of an HJSON file, or HJSON in base64; stock refuses others."""
     import hjson
 
     if os.path.exists(config):

@@ -1,8 +1,7 @@
 """Ranks that differ are named on all ranks, and nobody waits for a collective that never comes.
 
-A job whose hosts read different configurations, have different packages or build different models trains something else
-than anybody asked for, or hangs. One small all-gather at the start of `deepspeed.initialize` finds it; only where ranks
-differ is more sent. A rank whose own configuration is refused takes part, so that the others hear of it.
+One small all-gather at the start of `deepspeed.initialize` finds different configurations, packages and models; only
+where ranks differ is more sent. A rank whose own configuration is refused takes part, so that the others hear of it.
 """
 
 from __future__ import annotations
@@ -47,15 +46,14 @@ class Start(NamedTuple):
     part: str
 
 
-def start_of_rank(fp8: Fp8Config, config: Mapping[str, Any], model: Any, mpu: Any, *, has_plan: bool = True) -> Start:
+def start_of_rank(fp8: Fp8Config, config: Mapping[str, Any], model: Any, mpu: Any, *, trains: bool) -> Start:
     """Return what this rank starts with.
 
     Args:
         fp8: the block, defaults filled in.
         config: all of DeepSpeed's configuration.
-        model: as `deepspeed.initialize` was given it; not an nn.Module: left to stock to refuse.
-        mpu: likewise; names the tensor-parallel rank.
-        has_plan: some layers may become FP8.
+        model, mpu: as `deepspeed.initialize` was given them; stock refuses a model that is none.
+        trains: there is an optimizer, so that layers may become FP8.
 
     Raises:
         ConfigError: no plan can be made for the model.
@@ -68,7 +66,7 @@ def start_of_rank(fp8: Fp8Config, config: Mapping[str, Any], model: Any, mpu: An
     shared = {f"version of {package.__name__}": package.__version__ for package in (fp8_ds, torch, deepspeed)}
     shared |= _seams() | _flat({**rest, "fp8": fp8.model_dump()})
     own = _parameters(model) if isinstance(model, nn.Module) else {}
-    if own and has_plan:
+    if own and trains:
         own |= _plan(model, fp8, config)
     return Start(shared, own, _part(model, mpu))
 
@@ -109,6 +107,7 @@ def _parameters(model: nn.Module) -> dict[str, str]:
 
 
 def _plan(model: nn.Module, fp8: Fp8Config, config: Mapping[str, Any]) -> dict[str, str]:
+    """Layer -> whether it becomes FP8. Not by the model alone: hooks, patches and GPUs of a rank decide, too."""
     from fp8_ds.engine.host_config import linear_in_training
     from fp8_ds.nn.convert import make_plan
     from fp8_ds.tp.autotp import autotp_linears
@@ -132,13 +131,7 @@ def _part(model: Any, mpu: Any) -> str:
     from deepspeed.runtime.pipe.module import PipelineModule
 
     stage = model.stage_id if isinstance(model, PipelineModule) else 0
-    shard = 0
-    if hasattr(mpu, "get_model_parallel_rank"):
-        shard = mpu.get_model_parallel_rank()
-    elif hasattr(model, "ds_autotp_parsed"):  # cut by deepspeed.tp_model_init before 0.19
-        from deepspeed.utils import groups
-
-        shard = groups.get_tensor_model_parallel_rank()
+    shard = mpu.get_model_parallel_rank() if hasattr(mpu, "get_model_parallel_rank") else 0
     return f"pipeline stage {stage}, tensor-parallel rank {shard}"
 
 
@@ -151,8 +144,7 @@ def start_alike(mine: Start | Fp8DsError, arguments: Mapping[str, Any]) -> None:
 
     Raises:
         Fp8DsError: `mine`, if it is one.
-        ConfigError: another rank's configuration is refused, or ranks differ; on all ranks. Or another rank has FP8
-            off, and has come here first.
+        ConfigError: another rank is refused, or ranks differ; on all ranks. Or another has FP8 off, and came first.
     """
     if is_one_of_many(arguments):
         mixed = take_side(True, arguments)
@@ -216,20 +208,13 @@ def _differences(entries: Mapping[int, Mapping[str, str]]) -> list[str]:
     return [f"ranks {others} unlike rank {base} ({', '.join(shown[:_NUM_SHOWN])}{more})"]
 
 
-# --- FP8 on all ranks, or on none ---
-
-
 def own_rank() -> int:
     """Return the rank in the default group, also where a launcher has named it and the group is not there yet."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def is_one_of_many(arguments: Mapping[str, Any]) -> bool:
-    """Whether there are other ranks; then the default group is there afterwards, made as stock would make it next.
-
-    Args:
-        arguments: of `deepspeed.initialize`.
-    """
+    """Whether there are other ranks; then the default group is there afterwards, made as stock would make it next."""
     if not dist.is_initialized():
         is_launched = all(name in os.environ for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"))
         required = arguments.get("dist_init_required")
@@ -247,9 +232,8 @@ def is_one_of_many(arguments: Mapping[str, Any]) -> bool:
 def take_side(is_on: bool, arguments: Mapping[str, Any]) -> ConfigError | None:
     """Mark in the default group's store whether "fp8" is on here; return what to raise if a rank has marked the other.
 
-    Ranks without FP8 never join the all-gather. So whichever side comes second raises, and its end ends the job in
-    seconds. Calls are counted, and the n-th of one rank is held against the n-th of others: stock code has collectives
-    over all ranks in each call without `mpu`. Those with one may be of some ranks alone, and are left out.
+    Ranks without FP8 never join the all-gather: whichever side comes second raises, which ends the job. The n-th call
+    of one rank is held against the n-th of others. Calls with `mpu` may be of some ranks alone, and are left out.
     """
     store = distributed_c10d._get_default_store()
     if arguments.get("mpu") is not None or store is None:  # MPI has none
@@ -271,22 +255,16 @@ def take_side(is_on: bool, arguments: Mapping[str, Any]) -> ConfigError | None:
     )
 
 
-# --- while it trains ---
-
-
 def refuse_other_order(param_groups: Sequence[Mapping[str, Any]], names: Mapping[Any, str], group: Any) -> None:
-    """Check that the optimizer has the same parameters in the same order on all ranks. Collective over all.
+    """Raise a ConfigError, on all ranks, where the optimizer's parameters have another order on some. Collective.
 
-    ZeRO cuts flat tensors, so that a rank's elements are whatever lies there. Groups made from a set have another order
-    in each process: stock code then adds up gradients of different parameters, silently where their sizes are alike.
+    Groups made from a set have another order in each process: stock code then adds up gradients of different
+    parameters, silently where their sizes are alike.
 
     Args:
         param_groups: of the optimizer that ZeRO is to take over.
         names: of the model's parameters.
         group: ZeRO's ranks.
-
-    Raises:
-        ConfigError: they do not; on all ranks, those of other groups too.
     """
     groups = enumerate(group["params"] for group in param_groups)
     order = [f"{names.get(p, 'none of the model')} in group {i}" for i, params in groups for p in params]
@@ -297,9 +275,9 @@ def refuse_other_order(param_groups: Sequence[Mapping[str, Any]], names: Mapping
 class SameNumbers:
     """Ranks step with the same learning rate and the like, or none does.
 
-    The scale of a split master is chosen before its step, by each rank, from these. Where they differ, as by a
-    scheduler that follows a loss that is not averaged, ranks would read each other's bytes by different powers of two,
-    silently. So a digest of them travels with a sum that all ranks wait for anyway, before the first update.
+    Each rank chooses the scale of a split master from these. Where they differ, as by a scheduler that follows a loss
+    that is not averaged, ranks would read each other's bytes by different powers of two. So a digest of them travels
+    with a sum that all ranks wait for anyway.
 
     Args:
         core: what steps. Nothing is compared where it chooses no scale ahead.
@@ -311,10 +289,9 @@ class SameNumbers:
         self._group = group
         self._num_ranks = dist.get_world_size(group)
         self._is_on = core.scales.num > 0 and self._num_ranks > 1
+        # Bool, 0-dim: ranks differed in the step before, and in the one that runs. None: nothing was compared.
         self._before: Tensor | None = None
-        """Bool, 0-dim: ranks differed in the step before. None: nothing was compared in it."""
         self._now: Tensor | None = None
-        """Likewise in the step that runs, of one sum or, where gradients are released, of one a bucket."""
 
     def sum(self, values: Tensor, param_groups: Sequence[dict[str, Any]]) -> Tensor:
         """Add `values` up over the ranks; all NaN, so that the step is skipped, where ranks would step differently.
@@ -347,7 +324,7 @@ class SameNumbers:
         """
         differed = [step for step in (self._before, self._now) if step is not None]
         self._before, self._now = self._now, None
-        if overflow and any(map(bool, differed)):
+        if overflow and any(differed):
             here = [{key: group[key] for key in ("lr", "betas", "eps", "weight_decay")} for group in param_groups]
             raise ConfigError(
                 "param_groups: expected the same lr, betas, eps and weight_decay on all ranks in a step, got "

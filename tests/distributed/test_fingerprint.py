@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import training
 from support.ranks import IMPORTED_ONCE, RankPool
 from torch import nn
@@ -48,6 +49,8 @@ def message(change: str, odd: int, folder: str = "") -> tuple[str, str]:
         config["zero_optimization"] = {"stage": 0}
     elif differs and change == "version":
         restore, fp8_ds.__version__ = fp8_ds.__version__, "0.0.9"
+    elif differs and change == "patched":
+        return with_a_patched_linear(config)
     elif differs and change == "seams":
         return with_another_seam(config)
     elif differs and change in CONFIGURATIONS:
@@ -65,6 +68,20 @@ def message(change: str, odd: int, folder: str = "") -> tuple[str, str]:
     finally:
         if restore is not None:
             fp8_ds.__version__ = restore
+    return "", ""
+
+
+def with_a_patched_linear(config: dict[str, Any]) -> tuple[str, str]:
+    """As if a library had replaced nn.Linear.forward in this process alone: its layers would stay in bf16."""
+    from fp8_ds.errors import Fp8DsError
+
+    stock = torch.nn.Linear.forward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.Linear, "forward", lambda self, x: stock(self, x))
+        try:
+            training.build(config)
+        except Fp8DsError as error:
+            return type(error).__name__, str(error)
     return "", ""
 
 
@@ -100,6 +117,7 @@ DIFFERENCES = {
     "configuration": "optimizer.params.lr 0.003 on rank 0, 0.001 on rank 1",
     "shape": "blocks.0.up.weight [192, 64] float32 of a Linear on rank 0, [208, 64]",
     "frozen": "blocks.0.up fp8 on rank 0, bf16 (frozen) on rank 1",
+    "patched": "blocks.0.up fp8 on rank 0, bf16 (torch.nn.modules.linear.Linear.forward was replaced) on rank 1",
     "version": "version of fp8_ds 0.1.0 on rank 0, 0.0.9 on rank 1",
     "seams": "code of deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.step",
     **{name: detail for name, (_, detail) in CONFIGURATIONS.items()},
@@ -166,7 +184,8 @@ def num_collectives() -> dict[str, int]:
     from fp8_ds.engine.rank_agreement import start_alike, start_of_rank
 
     config = training.ds_config(3, {})
-    mine = start_of_rank(Fp8Config.from_block(config["fp8"]), config, nn.Sequential(nn.Linear(16, 16)), None)
+    model = nn.Sequential(nn.Linear(16, 16))
+    mine = start_of_rank(Fp8Config.from_block(config["fp8"]), config, model, None, trains=True)
     with count_collectives() as count:
         start_alike(mine, {})
     return dict(count.num_bytes)
