@@ -22,12 +22,9 @@ from fp8_ds.engine.host_config import (
     zero_stage,
     zero_value,
 )
-from fp8_ds.engine.refusals_device import DEVICE_REFUSALS
-from fp8_ds.engine.refusals_model import MODEL_REFUSALS
-from fp8_ds.engine.refusals_release import RELEASE_REFUSALS
 from fp8_ds.errors import ConfigError, UnsupportedError
 
-MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
+_MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 """DeepSpeed's, by their blocks."""
 
 
@@ -75,6 +72,12 @@ class Refusal:
     remedy: str
 
 
+def _true(key: str, reason: str, remedy: str) -> Refusal:
+    """What is refused where `key` is true."""
+    *blocks, name = key.split(".")
+    return Refusal(f"{key}: true", lambda c: is_on(block_of(c, *blocks).get(name)), reason, remedy)
+
+
 REFUSALS = (
     Refusal(
         "zero_optimization.stage: 0",
@@ -82,9 +85,8 @@ REFUSALS = (
         "without ZeRO there are no sharded masters to quantise from",
         'Set "zero_optimization": {"stage": 1}; on one GPU it costs nothing.',
     ),
-    Refusal(
-        "fp16.enabled: true",
-        lambda c: is_on(block_of(c, "fp16").get("enabled")),
+    _true(
+        "fp16.enabled",
         "the loss scale of fp16 and FP8 gradient scales contradict each other",
         'Set "bf16": {"enabled": true} and remove "fp16".',
     ),
@@ -112,15 +114,13 @@ REFUSALS = (
         "masters on the CPU or on NVMe are quantised where the GPU cannot read them (SuperOffload included)",
         'Remove "offload_optimizer"; a higher ZeRO stage or more ranks save memory too.',
     ),
-    Refusal(
-        "zero_optimization.cpu_offload: true",
-        lambda c: is_on(zero_value(c, "cpu_offload")),
+    _true(
+        "zero_optimization.cpu_offload",
         "masters on the CPU are quantised where the GPU cannot read them",
         'Remove "cpu_offload".',
     ),
-    Refusal(
-        "zero_optimization.cpu_offload_param: true",
-        lambda c: is_on(zero_value(c, "cpu_offload_param")),
+    _true(
+        "zero_optimization.cpu_offload_param",
         "FP8 shards live on the device that gathers them",
         'Remove "cpu_offload_param".',
     ),
@@ -130,9 +130,8 @@ REFUSALS = (
         "FP8 shards live on the device that gathers them",
         'Remove "offload_param"; FP8 shards take half of what bf16 shards take.',
     ),
-    Refusal(
-        "zero_optimization.offload_optimizer.super_offload: true",
-        lambda c: is_on(block_of(c, "zero_optimization", "offload_optimizer").get("super_offload")),
+    _true(
+        "zero_optimization.offload_optimizer.super_offload",
         "SuperOffload has an optimizer class of its own",
         'Remove "super_offload" and "offload_optimizer".',
     ),
@@ -148,21 +147,18 @@ REFUSALS = (
         "the secondary bf16 shards of hpZ would be gathered instead of FP8",
         'Remove "zero_hpz_partition_size"; an FP8 gather already moves half the bytes.',
     ),
-    Refusal(
-        "zero_optimization.zero_quantized_weights: true",
-        lambda c: is_on(zero_value(c, "zero_quantized_weights")),
+    _true(
+        "zero_optimization.zero_quantized_weights",
         "qwZ and FP8 both decide how weights travel",
         'Remove "zero_quantized_weights": FP8 moves as few bytes, with one scale a weight.',
     ),
-    Refusal(
-        "zero_optimization.zero_quantized_gradients: true",
-        lambda c: is_on(zero_value(c, "zero_quantized_gradients")),
+    _true(
+        "zero_optimization.zero_quantized_gradients",
         "qgZ is not tested with FP8 weights",
         'Remove "zero_quantized_gradients".',
     ),
-    Refusal(
-        "zero_optimization.zero_quantized_nontrainable_weights: true",
-        lambda c: is_on(zero_value(c, "zero_quantized_nontrainable_weights")),
+    _true(
+        "zero_optimization.zero_quantized_nontrainable_weights",
         "INT8 shards of frozen weights and FP8 both decide how weights are stored",
         'Remove it; "fp8": {"linear": {"frozen": "fp8"}} stores frozen linears in FP8.',
     ),
@@ -178,9 +174,8 @@ REFUSALS = (
         "an all-reduce cannot sum FP8 shards",
         'Remove "stage3_use_all_reduce_for_fetch_params".',
     ),
-    Refusal(
-        "zero_optimization.elastic_checkpoint: true",
-        lambda c: is_on(zero_value(c, "elastic_checkpoint")),
+    _true(
+        "zero_optimization.elastic_checkpoint",
         "elastic checkpoints are deprecated and not tested with FP8",
         'Remove "elastic_checkpoint"; use universal checkpoints to change the world size.',
     ),
@@ -280,15 +275,13 @@ REFUSALS = (
         "torch_autocast keeps fp32 parameters and chooses modules by exact class",
         'Remove "torch_autocast"; use "bf16": {"enabled": true}.',
     ),
-    Refusal(
-        "hybrid_engine.enabled: true",
-        lambda c: is_on(block_of(c, "hybrid_engine").get("enabled")),
+    _true(
+        "hybrid_engine.enabled",
         "the hybrid engine swaps in inference kernels that read bf16 weights",
         'Remove "hybrid_engine".',
     ),
-    Refusal(
-        "compile.deepcompile: true",
-        lambda c: is_on(block_of(c, "compile").get("deepcompile")),
+    _true(
+        "compile.deepcompile",
         "DeepCompile gathers bf16 shards from C++",
         'Remove "deepcompile"; engine.compile() with torch.compile works.',
     ),
@@ -307,38 +300,20 @@ REFUSALS = (
 )
 
 
-def markdown_tables() -> tuple[str, ...]:
-    """The rows of REFUSALS, MODEL_, RELEASE_ and DEVICE_REFUSALS, as docs/refusals.md shows them."""
-    keys = [(f"`{row.key}`", row.reason, row.remedy) for row in REFUSALS]
-    models = [(row.what, row.reason, row.remedy) for row in MODEL_REFUSALS]
-    release = [(f"`{row.what}`", row.reason, row.remedy) for row in RELEASE_REFUSALS]
-    device = [(row.what, row.reason, row.remedy) for row in DEVICE_REFUSALS]
-    tables = {"Key": keys, "Model": models, "With release": release, "GPU": device}
-    return tuple(_markdown(name, rows) for name, rows in tables.items())
-
-
-def _markdown(first: str, rows: list[tuple[str, str, str]]) -> str:
-    return "\n".join([f"| {first} | Why | Instead |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)])
-
-
 def refusals_of(config: Config) -> list[Refusal]:
     """The rows that apply."""
     return [row for row in REFUSALS if row.applies(config)]
 
 
 def refuse_config(config: Config) -> None:
-    """Nothing happens if FP8 ZeRO supports `config`.
-
-    Raises:
-        UnsupportedError: it does not; all reasons at once, each with its key and remedy.
-    """
+    """Raise an UnsupportedError with all rows that apply, each with its key and remedy."""
     if found := refusals_of(config):
         rows = "\n".join(f"  {row.key}: {row.reason}. {row.remedy}" for row in found)
         raise UnsupportedError(f'"fp8" is enabled together with what it does not support:\n{rows}')
 
 
 def refuse_unread_reports(sinks: Sequence[str], config: Config, rank: int) -> None:
-    """Nothing happens if the health monitor's reports will be seen, as far as this rank has a part in it.
+    """Refuse `fp8.monitor.sink` where the reports would not be seen, as far as this rank has a part in it.
 
     Args:
         sinks: of fp8.monitor.sink.
@@ -347,14 +322,22 @@ def refuse_unread_reports(sinks: Sequence[str], config: Config, rank: int) -> No
     Raises:
         ConfigError: they go to DeepSpeed's monitor, and none is on, or to a path that cannot be written.
     """
+    from fp8_ds.monitor.sinks import file_of, refuse_unwritable
+
     if rank != 0:
         return
     for sink in sinks:
-        if sink != "deepspeed":
-            _refuse_unwritable(sink)
-    if "deepspeed" in sinks and not any(is_on(block_of(config, name).get("enabled")) for name in MONITORS):
+        try:
+            if sink != "deepspeed":
+                refuse_unwritable(file_of(sink))
+        except OSError as error:
+            raise ConfigError(
+                f'fp8.monitor.sink: expected a path that can be written, or "deepspeed", got "{sink}" '
+                f"({error.strerror or error}). Name a file in a folder of yours."
+            ) from error
+    if "deepspeed" in sinks and not any(is_on(block_of(config, name).get("enabled")) for name in _MONITORS):
         raise ConfigError(
-            f'fp8.monitor.sink: expected a path, or "deepspeed" with a monitor of its own ({", ".join(MONITORS)}) '
+            f'fp8.monitor.sink: expected a path, or "deepspeed" with a monitor of its own ({", ".join(_MONITORS)}) '
             'enabled, got "deepspeed" and none of these, on rank 0, which writes. Write a path for JSON lines, or '
             "enable one."
         )
@@ -374,7 +357,3 @@ def _refuse_unwritable(sink: str) -> None:
             f'fp8.monitor.sink: expected a path that can be written, or "deepspeed", got "{sink}" '
             f"({error.strerror or error}). Name a file in a folder of yours."
         ) from error
-
-
-if __name__ == "__main__":
-    print("\n\n".join(markdown_tables()))

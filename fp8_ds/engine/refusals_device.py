@@ -14,22 +14,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeviceRefusal:
-    """What a GPU, or the CUDA that torch was built with, must have for a recipe; `reference` needs none of it."""
+    """What a GPU, or the CUDA that torch was built with, must have for a recipe; `reference` needs none of it.
+
+    `is_able` says by compute capability and CUDA's version whether it is there.
+    """
 
     what: str
     reason: str
     remedy: str
     recipes: tuple[str, ...]
     is_able: Callable[[tuple[int, int], tuple[int, int]], bool]
-    """(compute capability, CUDA's version) -> whether it has it."""
 
 
-_ANYWHERE = 'Use another GPU, or "fp8": {"linear": {"backend": "reference"}}, which is slow'
 DEVICE_REFUSALS = (
     DeviceRefusal(
         "compute capability below 8.9",
         "its tensor cores have no FP8",
-        f"{_ANYWHERE}.",
+        'Use another GPU, or "fp8": {"linear": {"backend": "reference"}}, which is slow.',
         ("tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp"),
         lambda capability, cuda: capability >= (8, 9),
     ),
@@ -61,15 +62,12 @@ def capabilities(device: torch.device) -> tuple[tuple[int, int] | None, tuple[in
 
 
 def refuse_device(recipe: str, backend: str, capability: tuple[int, int] | None, cuda: tuple[int, int] | None) -> None:
-    """Nothing happens if FP8 linears of this recipe run there.
+    """Raise an UnsupportedError if FP8 linears of this recipe do not run there.
 
     Args:
         recipe, backend: of the "linear" block.
         capability: compute capability of this rank's GPU; None on CPU, where all recipes run.
         cuda: version that torch was built with; None for a build of another vendor, which nothing is known of here.
-
-    Raises:
-        UnsupportedError: they do not.
     """
     if capability is None or cuda is None or backend == "reference":
         return

@@ -78,12 +78,7 @@ MODEL_REFUSALS = (
 
 
 def refuse_model(model: Any, linear: LinearConfig) -> None:
-    """Nothing happens if FP8 ZeRO supports this kind of model. Reads classes and names only; before any collective.
-
-    Raises:
-        UnsupportedError: it has expert-parallel parameters, is a DualPipeVModule, or is a pipeline whose ends shall
-            stay in bf16, or one with names that count from the end.
-    """
+    """Raise an UnsupportedError for a kind of model that FP8 ZeRO does not support, by its classes and names."""
     import deepspeed
     from deepspeed.runtime.pipe.module import PipelineModule
 
@@ -108,9 +103,6 @@ def refuse_wrapped(model: Any, stage: int) -> None:
     Of a wrapper it takes the empty `_parameters`, which the wrapper then sets in the module inside it.
     Source: deepspeed/runtime/zero/parameter_offload.py `_inject_parameters` (0.19.8), torch/_dynamo/eval_frame.py
     `OptimizedModule.__setattr__`.
-
-    Raises:
-        UnsupportedError: stage 3 does not: one is wrapped by torch.compile.
     """
     wrapper = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", None)
     if stage < 3 or wrapper is None:

@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 
 def refuse_settings(fp8: Fp8Config, config: Config) -> None:
-    """Nothing happens if the block and the rest of the configuration go together, wherever the run is.
-
-    Args:
-        fp8: the "fp8" block of `config`.
-        config: DeepSpeed's.
+    """Refuse a block that does not go with the rest of the configuration, wherever the run is.
 
     Raises:
         ConfigError: a key has nothing to take effect on.
@@ -33,13 +29,7 @@ def refuse_settings(fp8: Fp8Config, config: Config) -> None:
 
 
 def refuse_release(fp8: Fp8Config, config: Config) -> None:
-    """Nothing happens if nothing that `config` itself says contradicts updates during the backward.
-
-    The rest, as steps of accumulation that follow from batch sizes, `retyping.check_release` finds in the engine.
-
-    Raises:
-        ConfigError: naming the settings that do.
-    """
+    """Refuse what `config` itself says against updates during the backward; `retyping.check_release` finds the rest."""
     if not fp8.optimizer.release or not fp8.optimizer.releases(gradient_clipping(config)):
         return
     steps = config.get("gradient_accumulation_steps")
@@ -56,7 +46,7 @@ def refuse_release(fp8: Fp8Config, config: Config) -> None:
 
 
 def no_release(found: Sequence[str]) -> ConfigError:
-    """The error that says what contradicts updates during the backward."""
+    """Return the error that says what contradicts updates during the backward."""
     return ConfigError(
         f"fp8.optimizer.release: expected false with {' and '.join(found)}, got true. Gradients are freed as "
         'soon as they are reduced, one backward per step: remove it, or set "release": false; with '
@@ -65,13 +55,7 @@ def no_release(found: Sequence[str]) -> ConfigError:
 
 
 def refuse_start(fp8: Fp8Config, config: Config, device: torch.device, rank: int) -> None:
-    """Nothing happens if a run can start with this configuration, as far as no model is needed to say so.
-
-    Args:
-        fp8: the "fp8" block of `config`.
-        config: DeepSpeed's.
-        device: that the run is on.
-        rank: of this process.
+    """Refuse a configuration that a run on `device` cannot start with, as far as no model is needed to say so.
 
     Raises:
         ConfigError: a key has nothing to take effect on.
