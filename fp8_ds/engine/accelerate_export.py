@@ -1,8 +1,8 @@
 """Accelerate's export in ZeRO 1 and 2: bf16 of the masters, as stage 3 gives it.
 
 `Accelerator.get_state_dict`, which Trainer's saves and `save_pretrained` go through, reads a plain `state_dict()`
-there: FP8 values, for a plain `state_dict()` is no collective. Tried first: a state_dict hook, which cannot know
-whether all ranks are there. Accelerate's own callers always call it on all ranks. Tested: accelerate 1.15.0.
+there: FP8 values, for that is no collective. A state_dict hook cannot know whether all ranks are there; Accelerate's
+own callers always call this on all ranks. Tested: accelerate 1.15.0.
 """
 
 from __future__ import annotations
@@ -15,22 +15,16 @@ from typing import Any
 from fp8_ds.engine.activation import RECORD
 from fp8_ds.errors import SeamError
 
-_PARAMETERS = ("self", "model")
-
 
 def patch_accelerate() -> None:
-    """Done if Accelerate is imported, and only once; `fp8_ds.uninstall()` undoes it.
-
-    Raises:
-        SeamError: the installed Accelerate has no such method.
-    """
+    """Patch Accelerate once it is imported; a SeamError if it has no such method."""
     module = sys.modules.get("accelerate.accelerator")
     if module is None:
         return
     stock = getattr(module.Accelerator, "get_state_dict", None)
     if hasattr(stock, "fp8_ds_stock"):
         return
-    if stock is None or stock.__code__.co_varnames[:2] != _PARAMETERS:
+    if stock is None or stock.__code__.co_varnames[:2] != ("self", "model"):
         raise SeamError(
             "expected accelerate.Accelerator.get_state_dict(self, model), got another one. fp8_ds needs it to save "
             "bf16 of the masters. Install accelerate 1.15.0."

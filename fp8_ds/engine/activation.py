@@ -1,7 +1,7 @@
 """install() and uninstall(): `deepspeed.initialize` wrapped, lazily and undoably. Imports neither torch nor deepspeed.
 
-The wrapper looks at the resolved configuration. Without `"fp8": {"enabled": true}` it calls stock code with the same
-arguments. With it, our engine classes stand in for DeepSpeed's for the duration of that one call.
+Without `"fp8": {"enabled": true}` in the resolved configuration the wrapper calls stock code with the same arguments.
+With it, our engine classes stand in for DeepSpeed's for the duration of that one call.
 """
 
 from __future__ import annotations
@@ -52,29 +52,21 @@ class _DeepSpeedFinder(importlib.abc.MetaPathFinder):
         finally:
             sys.meta_path.insert(0, self)
         if spec is not None and spec.loader is not None:
-            spec.loader = _PatchingLoader(spec.loader)
+            _patch_after(spec.loader)
         return spec
 
 
-class _PatchingLoader(importlib.abc.Loader):
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
+def _patch_after(loader: Any) -> None:
+    """Once this loader has executed the host module, that is patched, and the loader is as it was."""
+    stock = loader.exec_module
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        module: ModuleType | None = self.loader.create_module(spec)
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        # The module keeps its own loader: pickling, reloading and reading resources see no trace of ours.
-        module.__loader__ = self.loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self.loader
-        self.loader.exec_module(module)
+    def exec_module(module: ModuleType) -> None:
+        del loader.exec_module
+        stock(module)
         _remove_finder()
         _patch(module)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
+    loader.exec_module = exec_module
 
 
 def install() -> None:

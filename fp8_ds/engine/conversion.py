@@ -27,11 +27,7 @@ from fp8_ds.zero.context import Fp8Context
 
 
 def refuse_autotp(engine: Any, model: Any) -> None:
-    """AutoTP is off, or can be had in FP8. Before the model is cut.
-
-    Raises:
-        UnsupportedError: with this stage, or this kind of model.
-    """
+    """Refuse AutoTP with a stage or kind of model that has none in FP8. Before the model is cut."""
     if engine.autotp_size() <= 1:
         return
     if engine.zero_optimization_stage() > 2:
@@ -61,7 +57,7 @@ def convert(engine: Any) -> Fp8Context | None:
     module, device = engine.module, engine.device
     is_autotp = engine.autotp_size() > 1
     refuse_device(config.linear.recipe, config.linear.backend, *capabilities(device))
-    let_the_host_run_ahead(engine._config)
+    let_the_timer_wait(engine._config, False)
     foreign = autotp_linears(module) if is_autotp else {}
     if config.optimizer.states == "fp8":
         _cast_trainable(module)
@@ -111,7 +107,7 @@ def _surround(engine: Any, config: Fp8Config) -> None:
 
 
 def leave_unoptimized(module: Any, context: Fp8Context, optimizer: Any) -> None:
-    """An FP8 weight is quantised from a master; trainable weights in no parameter group have none and stay bf16."""
+    """Trainable weights in no parameter group have no master to be quantised from, and stay bf16."""
     optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
     left = {name for name, p in context.trainable.items() if id(p) not in optimized}
     if not left:
@@ -123,20 +119,11 @@ def leave_unoptimized(module: Any, context: Fp8Context, optimizer: Any) -> None:
     say(context.plan.describe())
 
 
-def let_the_host_run_ahead(config: Any) -> None:
-    """DeepSpeed's throughput timer empties the device's queue twice a step; here only if the configuration says so."""
-    if not _says_how_to_time(config):
-        config.timers_config.synchronized = False
-
-
-def let_the_timer_wait(config: Any) -> None:
-    """As in stock code again."""
-    if not _says_how_to_time(config):
-        config.timers_config.synchronized = True
-
-
-def _says_how_to_time(config: Any) -> bool:
-    return "synchronized" in config._param_dict.get("timers", {}).get("throughput", {})
+def let_the_timer_wait(config: Any, waits: bool) -> None:
+    """Whether DeepSpeed's throughput timer empties the device's queue twice a step, as in stock code; what the
+    configuration says of it holds."""
+    if "synchronized" not in config._param_dict.get("timers", {}).get("throughput", {}):
+        config.timers_config.synchronized = waits
 
 
 def _agree_on_plan(

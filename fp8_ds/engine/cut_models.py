@@ -55,25 +55,20 @@ def universal_info(module: Module) -> Mapping[str, Any]:
 def lacks_info(module: Module, model_file: Path) -> bool:
     """Whether `module` is cut, and the universal checkpoint with this model file, of a whole model, does not say how.
 
-    Stock code would cut all weights along dim 0, without an error where they are cut along their input.
-
-    Raises:
-        CheckpointError: the file holds more than data.
+    Stock code would cut all weights along dim 0, without an error where they are cut along their input. Raises a
+    CheckpointError if the file holds more than data.
     """
-    if all(tp.size == 1 for tp in contexts_of(module)):
-        return False
-    return UNIVERSAL_CHECKPOINT_INFO not in read_structure(model_file)
+    is_whole = all(tp.size == 1 for tp in contexts_of(module))
+    return not is_whole and UNIVERSAL_CHECKPOINT_INFO not in read_structure(model_file)
 
 
 def refuse_mpu(model: Module, mpu: Any) -> None:
-    """DeepSpeed takes the ranks that share a cut model for such. Where the model has not been cut nothing is checked.
+    """Refuse groups by which ZeRO would average different parts of a cut model's weight, or leave out ranks that have
+    the same.
 
     Args:
         model: any; of a PipelineModule its own `mpu` counts.
         mpu: what deepspeed.initialize is given.
-
-    Raises:
-        ConfigError: ZeRO would average different parts of a weight, or leave out ranks that have the same.
     """
     if not (contexts := contexts_of(model)):
         return
@@ -100,11 +95,8 @@ def refuse_mpu(model: Module, mpu: Any) -> None:
 
 
 def refuse_added_parameters(model: Module) -> None:
-    """Nothing happens if the blocks of a cut model have the Parameters that `parallelize` has seen.
-
-    Raises:
-        ConfigError: they have others, such as an adapter's: each rank would have its own part of the gradient, and
-            give its own output.
+    """Refuse Parameters in blocks of a cut model that `parallelize` has not seen, such as an adapter's: each rank would
+    have its own part of the gradient, and give its own output.
     """
     if added := added_parameters(model):
         raise ConfigError(
@@ -119,16 +111,13 @@ def _shares_sequences(mpu: Any) -> bool:
 
 
 def refuse_autotp_size(config: Config, mpu: Any) -> None:
-    """Nothing happens if AutoTP's groups can be made of the ranks. DeepSpeed makes as many as fit: ranks that are left
-    over stop with an IndexError, for which the others wait, and too few ranks end with a bare AssertionError.
+    """Refuse, on every rank, an AutoTP size that does not divide the number of ranks, or meets Ulysses' `mpu`.
+
+    DeepSpeed makes as many groups as fit: ranks that are left over stop with an IndexError, for which the others wait.
 
     Args:
         config: DeepSpeed's, the same on all ranks.
         mpu: what deepspeed.initialize is given; its groups are taken as they are.
-
-    Raises:
-        ConfigError: `tensor_parallel.autotp_size`, or what `deepspeed.tp_model_init` was given, does not divide the
-            number of ranks, or is above 1 with an `mpu` of sequence parallelism, on every rank.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     for name, size in _autotp_sizes(config).items():
@@ -154,15 +143,7 @@ def _autotp_sizes(config: Config) -> dict[str, int]:
 
 
 def refuse_second_cut(model: Module, config: Config) -> None:
-    """A model that is cut is not cut by AutoTP, which would take what is left of it for the whole.
-
-    Args:
-        model: any.
-        config: DeepSpeed's.
-
-    Raises:
-        ConfigError: `fp8_ds.tp.parallelize` has cut it, and AutoTP is on.
-    """
+    """Refuse AutoTP for a model that is cut: it would take what is left of it for the whole."""
     for name, size in _autotp_sizes(config).items():
         if size > 1 and is_cut(model):
             raise ConfigError(
@@ -172,11 +153,7 @@ def refuse_second_cut(model: Module, config: Config) -> None:
 
 
 def refuse_one_ranks_part(module: Module, autotp_size: int, what: str) -> None:
-    """`what`, stock code, writes or returns a rank's own parameters as if they were whole.
-
-    Raises:
-        UnsupportedError: they are not, on every rank.
-    """
+    """Refuse `what`, stock code that takes a rank's own parameters for whole ones, where they are not."""
     if is_cut(module):
         raise UnsupportedError(
             f"{what}: expected a whole model, got one that fp8_ds.tp.parallelize has cut; it would hold one rank's "

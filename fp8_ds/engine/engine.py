@@ -11,19 +11,21 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch.utils.hooks import RemovableHandle
 
-from fp8_ds.engine import conversion, graphs, guards, leaves, retyping, rotary
+from fp8_ds.engine import conversion, guards, leaves, retyping, rotary
 from fp8_ds.engine.checkpoints import BeforeStateDict, Fp8Checkpoints
 from fp8_ds.engine.flops_profile import Fp8FlopsProfiler
 from fp8_ds.engine.following import Following
 from fp8_ds.engine.log import say
 from fp8_ds.engine.precision import Request
 from fp8_ds.engine.rank_agreement import refuse_other_order
-from fp8_ds.engine.report import report
 from fp8_ds.errors import ConfigError
 from fp8_ds.monitor.health import HealthMonitor, Listener
 from fp8_ds.zero.module_hooks import leave_out_of_graphs
 from fp8_ds.zero.owners import share_readers
 from fp8_ds.zero.parameter import keep_values_in_hooks
+from fp8_ds.zero.stage12 import Fp8ZeroStage12
+
+RECOMPILE_LIMIT = 32
 
 
 class Fp8Engine(Fp8Checkpoints):
@@ -32,8 +34,6 @@ class Fp8Engine(Fp8Checkpoints):
     Attributes:
         fp8: None where FP8 is off: the engine is stock then.
     """
-
-    # --- it is built: DeepSpeed calls these in this order ---
 
     def _configure_distributed_model(self: Any, model: Any) -> None:
         """After DeepSpeed has cast, moved and broadcast the model, retype its linears in place."""
@@ -61,7 +61,7 @@ class Fp8Engine(Fp8Checkpoints):
         if retyping.has_no_purpose(self):
             say("fp8: off for this engine: none of its linears is in FP8; it trains as stock bf16")
             self.fp8, self._fp8_unused = None, self.fp8
-            conversion.let_the_timer_wait(self._config)
+            conversion.let_the_timer_wait(self._config, True)
         else:
             retyping.retype(zero, host, self.fp8, self.gradient_clipping())
             if room is not None:
@@ -81,16 +81,15 @@ class Fp8Engine(Fp8Checkpoints):
         else:
             share_readers(self.module)
 
-    # --- it trains ---
-
     def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         """Stock forward. Until the next step layers stay as they are, if a backward can follow."""
-        if self._fp8_following is not None and torch.is_grad_enabled():
-            self._fp8_following.before_forward(self.module.training)
+        following = self._fp8_following if torch.is_grad_enabled() else None
+        if following is not None:
+            following.before_forward(self.module.training)
         keep_values_in_hooks()
         output = super().forward(*inputs, **kwargs)  # type: ignore[misc]
-        if self._fp8_following is not None and self.module.training and torch.is_grad_enabled():
-            self._fp8_following.has_graph = True
+        if following is not None and self.module.training:
+            following.has_graph = True
         return output
 
     def _take_model_step(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -102,10 +101,10 @@ class Fp8Engine(Fp8Checkpoints):
             self._fp8_following.after_step()
 
     def compile(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Stock `compile`, with rotary tables made once and none of the guards on what stays as it is. Under ZeRO-3
-        hooks are called and not traced, and there is a line on leaves where due."""
+        """Stock `compile`, with rotary tables made once and no guards on what stays as it is; ZeRO-3's hooks are called
+        and not traced."""
         if self.fp8 is not None:
-            graphs.allow_more()
+            allow_more_graphs()
             self._fp8_hooks += rotary.keep_tables(self.module)
             if line := leaves.hint_on_compiling(self):
                 say(line)
@@ -141,8 +140,6 @@ class Fp8Engine(Fp8Checkpoints):
         layers: list[str] = self._fp8_following.set_layer_precision(names, precision)
         return layers
 
-    # --- it tells ---
-
     @property
     def _fp8_health(self: Any) -> HealthMonitor | None:
         following = self._fp8_following
@@ -177,7 +174,28 @@ class Fp8Engine(Fp8Checkpoints):
             `resident_weight_bytes` and its parts, `num_fp8_weights` (elements), `plan` (one line),
             `num_layers_in_bf16` (of the plan's, by schedule or request).
         """
-        return {"enabled": False} if self.fp8 is None else report(self.fp8, self.optimizer)
+        if self.fp8 is None:
+            return {"enabled": False}
+        context, optimizer = self.fp8, self.optimizer
+        last = context.counter.last or context.counter
+        resident = optimizer.fp8_resident_bytes()
+        num_weights = resident.pop("num_fp8_weights")
+        if isinstance(optimizer, Fp8ZeroStage12):  # of frozen weights, which are in no partition
+            num_frozen = sum(p.numel() for p in context.frozen.values())
+            resident["fp8"] += num_frozen
+            num_weights += num_frozen
+        return {
+            "enabled": True,
+            "gathered_bytes": last.total,
+            "gathered_fp8_bytes": last.fp8,
+            "reduced_bytes": last.reduced,
+            "num_amax_reduces": last.num_amax_reduces,
+            "resident_weight_bytes": sum(resident.values()),
+            **{f"resident_{kind}_bytes": value for kind, value in resident.items()},
+            "num_fp8_weights": num_weights,
+            "plan": context.plan.describe(),
+            "num_layers_in_bf16": len(context.precision.in_bf16),
+        }
 
     def destroy(self: Any) -> None:
         """Stock, after the last report."""
@@ -186,6 +204,18 @@ class Fp8Engine(Fp8Checkpoints):
         for hook in self._fp8_hooks:
             hook.remove()
         super().destroy()  # type: ignore[misc]
+
+
+def allow_more_graphs() -> None:
+    """Let torch.compile make 32 graphs of one function where it is torch's own 8, for the whole process and for good.
+
+    Under ZeRO-3 all decoder layers are one function: delayed scales, layers in bf16, evaluation, samples of the monitor
+    and phases of the schedule make seven graphs of it as a rule, and a ninth would send it to eager.
+    """
+    import torch._dynamo
+
+    if torch._dynamo.config.recompile_limit == 8:
+        torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
 
 
 class Fp8DeepSpeedEngine(Fp8Engine, DeepSpeedEngine):

@@ -1,11 +1,8 @@
-"""What follows each optimizer step of an engine: the precision schedule, the monitor, and the guard that it tells.
-
-Nothing follows where the configuration asks for none of them: one test of an empty tuple a step.
-"""
+"""What follows each optimizer step of an engine: the precision schedule, the monitor, and the guard that it tells."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +12,7 @@ from torch import Tensor
 from fp8_ds.engine.health import Health
 from fp8_ds.engine.log import say, warn
 from fp8_ds.engine.precision import LayerPrecision, Request
+from fp8_ds.engine.startup import total_steps
 from fp8_ds.monitor.sinks import Change
 from fp8_ds.nn.convert import INPUT_SLOTS
 from fp8_ds.scaling import AmaxHistory
@@ -43,39 +41,22 @@ class Following:
         self._is_running = False
         self._num_skipped = 0
         self._first_micro_step: int = engine.micro_steps
-        config = engine.fp8.config
+        schedule, total = engine.fp8.config.schedule, total_steps(engine._config._param_dict)
+        num_steps = total if isinstance(total, int) else None
         self.precision = engine.fp8.precision = LayerPrecision(
-            engine.module,
-            engine.optimizer.fp8_set_bf16,
-            config.schedule,
-            _total_steps(engine),
-            engine.device,
-            say,
+            engine.module, engine.optimizer.fp8_set_bf16, schedule, num_steps, engine.device, say
         )
         self._update_precision()
         _check_scales(engine)
         self.health = Health.of(engine, self._send_to_bf16, say, partial(warn, rank=engine.global_rank))
         if self.health is not None:
             self.health.monitor.start(engine.global_steps)
-        self._calls = self._that_follow()
-
-    def _that_follow(self) -> tuple[Callable[[], None], ...]:
-        """Return the callbacks that the configuration asks for after each step, in their order."""
-        calls: list[Callable[[], None]] = []
-        if not self.precision.schedule.is_constant:
-            calls.append(self._update_precision)
-        if self.health is not None:
-            calls.append(self._watch)  # last: what it samples is the next step's, with layers as they are in it
-        return tuple(calls)
 
     def before_forward(self, is_training: bool) -> None:
         """With delayed scales: what an evaluation that is not under `no_grad` records is kept apart from the step's.
 
-        It is forgotten once a forward in training mode says that it was one. Without such a forward in the step it
-        counts: a model may train in evaluation mode, as one from `from_pretrained` does until `train()` is called.
-
-        Args:
-            is_training: whether the model is in training mode, for a forward with gradients.
+        A forward in training mode shows that it was one. Without such in the step it counts: a model may train in
+        evaluation mode, as one from `from_pretrained` does until `train()` is called.
         """
         if is_training:
             self._forget_evaluations()
@@ -104,13 +85,13 @@ class Following:
         self._amaxes_before_evaluation = None
         self._first_micro_step = self._engine.micro_steps + 1  # stock counts the one that ends after this
         self._tell_of_skipped()
-        if not self._calls:
-            return
         self._is_running = True
         self.precision.ended_in_bf16 = self.precision.in_bf16
         try:
-            for call in self._calls:
-                call()
+            if not self.precision.schedule.is_constant:
+                self._update_precision()
+            if self.health is not None:  # last: what it samples is the next step's, with layers as they are in it
+                self.health.monitor.after_step(self._engine.global_steps, self._engine.global_samples)
         finally:
             self._is_running = False
 
@@ -133,7 +114,7 @@ class Following:
         return layers
 
     def resume(self, state: Mapping[str, Any] | None) -> None:
-        """A checkpoint has been loaded, precision and step count with it: go on from there. Collective.
+        """Go on from a checkpoint that has been loaded, precision and step count with it. Collective.
 
         Args:
             state: from `state_dict`; None: the checkpoint has none.
@@ -142,7 +123,6 @@ class Following:
         self._amaxes_before_evaluation = None
         self._first_micro_step = self._engine.micro_steps
         self._update_precision()
-        self._calls = self._that_follow()
         if self.health is not None:
             self.health.load_state_dict(state, self._engine.global_steps)
             self.health.monitor.start(self._engine.global_steps)
@@ -170,16 +150,9 @@ class Following:
         assert self.health is not None
         self.health.monitor.changes.extend(Change(step, name) for name in names)
 
-    def _watch(self) -> None:
-        assert self.health is not None
-        self.health.monitor.after_step(self._engine.global_steps, self._engine.global_samples)
-
     def _between(self) -> str:
-        """Where this rank is, if it is between a forward and the step that follows; else empty.
-
-        Counted from the last step: whoever sets the accumulation boundary (Accelerate, `managed_gradient_accumulation`
-        false) calls `engine.step` once for any number of micro-batches.
-        """
+        """Where this rank is, if it is between a forward and the step that follows, after any number of micro-batches;
+        else empty."""
         if self._is_running:
             return ""
         if (done := self._engine.micro_steps - self._first_micro_step) > 0:
@@ -194,9 +167,3 @@ def _check_scales(engine: Any) -> None:
         rank = engine.global_rank
         tell = say if rank == 0 else partial(warn, rank=rank)  # of another pipeline stage, or part of its layers
         history.check = ScaleCheck(history.names, history.amax_local, history.fp8_max, tell)
-
-
-def _total_steps(engine: Any) -> int | None:
-    """Optimizer steps of the run, where DeepSpeed's scheduler is told them."""
-    total = (engine._config.scheduler_params or {}).get("total_num_steps")
-    return total if isinstance(total, int) else None

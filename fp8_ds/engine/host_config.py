@@ -57,9 +57,8 @@ def zero_stage(config: Config) -> int:
 
 
 def gradient_clipping(config: Config) -> float:
-    """The norm that DeepSpeed will clip at, 0 for none: without the key its default, which depends on its version;
-    "auto" is 1.0, which Trainer and Accelerate fill in where nothing else is asked of them.
-    """
+    """The norm that DeepSpeed will clip at, 0 for none: without the key its version's default; "auto" is 1.0, which
+    Trainer and Accelerate fill in."""
     from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 
     value = config.get("gradient_clipping", GRADIENT_CLIPPING_DEFAULT)
@@ -67,9 +66,7 @@ def gradient_clipping(config: Config) -> float:
 
 
 def filled_in(config: Config) -> Config:
-    """`config` with bf16 on where it is "auto", as Trainer and Accelerate hand it to DeepSpeed for a run in bf16; the
-    same object where it is not.
-    """
+    """`config` with bf16 on where it is "auto", as Trainer and Accelerate fill that in for a run in bf16."""
     for key in ("bf16", "bfloat16"):
         block = config.get(key)
         if isinstance(block, Mapping) and block.get("enabled") == "auto":
@@ -155,10 +152,6 @@ def linear_in_training(config: Config) -> Callable[..., Any]:
 
 
 def has_optimizer(config: Config, given: object) -> bool:
-    """Whether DeepSpeed will build an engine that trains; without an optimizer it computes only, and FP8 is off.
-
-    Args:
-        config: DeepSpeed's.
-        given: the optimizer, or what makes one, that `deepspeed.initialize` is handed; None for none.
-    """
+    """Whether DeepSpeed will build an engine that trains, with the optimizer `given` to initialize or the
+    configuration's; else FP8 is off."""
     return given is not None or bool(block_of(config, "optimizer").get("type"))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from deepspeed.utils import z3_leaf_module
 from torch.nn import Module
@@ -16,8 +15,7 @@ LIVE_NAMES = (_BOUND, "max_live_parameters")
 """That DeepSpeed takes for it."""
 
 
-@dataclass(frozen=True)
-class Live:
+class Live(NamedTuple):
     """Elements of whole weights at once, if every leaf can be prefetched.
 
     Attributes:
@@ -39,7 +37,7 @@ def hint_on_compiling(engine: Any) -> str | None:
     """What a ZeRO-3 engine that is about to be compiled lacks: leaves, or a prefetch of a whole one."""
     if not engine.zero_optimization_partition_weights():
         return None
-    largest = max((_num_fetched(leaf) for leaf in _leaves(engine.module)), default=None)
+    largest = max((_num_gathered(leaf.parameters()) for leaf in _leaves(engine.module)), default=None)
     if largest is None:
         return (
             "fp8: under ZeRO-3 every linear compiles to a graph of its own. With the decoder layer's class in "
@@ -76,10 +74,10 @@ def hint_on_building(engine: Any) -> str | None:
 
 
 def make_room(engine: Any) -> str | None:
-    """Where the configuration has no bound on live weights, it is one that lets DeepSpeed prefetch every leaf.
+    """Where the configuration has no bound on live weights, make it one that lets DeepSpeed prefetch every leaf.
 
-    DeepSpeed's own of a thousand million leaves some out in silence, and with Liger's loss may leave out all: of
-    Llama-3-8B head and embedding are more. To be called before its optimizer is built.
+    DeepSpeed's own of a thousand million leaves some out in silence; Llama-3-8B's head and embedding, which Liger's
+    loss holds, are more. To be called before its optimizer is built.
 
     Returns:
         A line that says so, if it is another bound than DeepSpeed's.
@@ -110,11 +108,10 @@ def hint_on_live(engine: Any) -> str | None:
 def live_weights(model: Module, reuse_distance: int, holds_head: bool, threshold: int = 0) -> Live:
     """What is whole at once under a bound on live weights that lets every leaf be prefetched; no leaves: none.
 
-    What DeepSpeed does not release after its forward is what it uses again within the reuse distance R (0.18.9 to
-    0.19.8, `__params_to_release`). After a leaf it counts the leaves behind it and the head, so that the last ones are
-    kept; after another module it counts no leaf, so that the embedding is kept if the head's forward and backward are
-    less than R. With Liger's loss the head is not called: it is the whole model's own, from its forward to the step's
-    end.
+    DeepSpeed keeps after a forward what it uses again within the reuse distance R (0.18.9 to 0.19.8,
+    `__params_to_release`). After a leaf it counts the leaves behind it and the head: the last ones are kept. After
+    another module it counts no leaf: the embedding is kept if the head's forward and backward are less than R. With
+    Liger's loss the head is not called: it is held from the model's forward to the step's end.
 
     Args:
         model: with its leaves marked; its parameters whole, cut, or on the meta device.
@@ -122,10 +119,14 @@ def live_weights(model: Module, reuse_distance: int, holds_head: bool, threshold
         holds_head: the loss is Liger's.
         threshold: elements below which a parameter persists, where DeepSpeed has not marked those yet.
     """
-    outside, head = _num_outside(model, threshold), _num_of_head(model, threshold)
+    inside = {id(p) for leaf in _leaves(model) for p in leaf.parameters()}
+    outside = _num_gathered((p for p in model.parameters() if id(p) not in inside), threshold)
+    output = _output_weight(model)
+    is_tied = bool(output) and output[0] is _weight_of(model, "input")
+    head = 0 if is_tied else _num_gathered(output, threshold)
     leaves = [_num_gathered(leaf.parameters(), threshold) for leaf in _leaves(model)]
     if not any(leaves):
-        return Live(_num_gathered(_output_weight(model), threshold) if holds_head else 0)
+        return Live(_num_gathered(output, threshold) if holds_head else 0)
     if holds_head:
         held, behind = head + (outside - head if head < reuse_distance else 0), 0
     else:
@@ -154,12 +155,6 @@ def _holds_head(engine: Any) -> bool:
     return with_liger_loss(engine.module) is not None
 
 
-def _num_of_head(model: Any, threshold: int = 0) -> int:
-    """Elements of a Hugging Face model's head that is not its embedding; 0 of other models."""
-    head = _output_weight(model)
-    return 0 if head and head[0] is _weight_of(model, "input") else _num_gathered(head, threshold)
-
-
 def _output_weight(model: Any) -> list[Any]:
     """The weight of a Hugging Face model's head, tied or not; nothing of other models."""
     head = _weight_of(model, "output")
@@ -176,17 +171,6 @@ def _weight_of(model: Any, way: str) -> Any:
 
 def _leaves(module: Module) -> Iterator[Module]:
     return (child for child in module.modules() if z3_leaf_module(child))
-
-
-def _num_outside(model: Module, threshold: int = 0) -> int:
-    """Elements that are gathered with no leaf."""
-    inside = {id(p) for leaf in _leaves(model) for p in leaf.parameters()}
-    return _num_gathered((p for p in model.parameters() if id(p) not in inside), threshold)
-
-
-def _num_fetched(leaf: Module) -> int:
-    """Elements that are gathered with a leaf: all but persistent parameters."""
-    return _num_gathered(leaf.parameters())
 
 
 def _num_gathered(parameters: Iterable[Any], threshold: int = 0) -> int:

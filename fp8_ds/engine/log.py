@@ -12,11 +12,6 @@ def say(line: str) -> None:
         logger.warning(line)
 
 
-def warn(line: str, rank: int | None = None) -> None:
-    """A line from this rank; what others do not know.
-
-    Args:
-        line: what is told.
-        rank: this one, of what may be told when the process group is gone; None: the group is asked.
-    """
-    logger.warning(f"rank {ds_comm.get_rank() if rank is None else rank}: {line}")
+def warn(line: str, rank: int) -> None:
+    """A line from this rank, also when the process group is gone; what others do not know."""
+    logger.warning(f"rank {rank}: {line}")

@@ -28,8 +28,7 @@ class LayerPrecision:
     """What the FP8 layers of an engine compute in, now and next.
 
     Args:
-        model: whose linears are converted, with its ZeRO optimizer built.
-        set_bf16: `fp8_set_bf16` of that optimizer.
+        model: converted, with its ZeRO optimizer built, whose `fp8_set_bf16` is `set_bf16`.
         config: the "schedule" block.
         total_steps: that the learning-rate scheduler knows.
         device: for the ranks to agree.
@@ -56,7 +55,7 @@ class LayerPrecision:
         converted = fp8_layers(model)
         self._device = device
         self._parallel = next((fqn for fqn, m in converted.items() if m.is_parallel), "")
-        if config != ScheduleConfig() and self._is_anywhere(bool(self._parallel)):
+        if config != ScheduleConfig() and self._most([bool(self._parallel)])[0]:
             raise PARALLEL_SCHEDULE.error(self._parallel or _ELSEWHERE)
         self._linears = {fqn: m for fqn, m in converted.items() if m.weight.requires_grad}
         self._recipes: dict[str, Recipe] = {fqn: m.fp8_recipe for fqn, m in self._linears.items()}
@@ -74,11 +73,7 @@ class LayerPrecision:
         return tuple(self._linears)
 
     def update(self, step: int) -> None:
-        """Layers are as they shall be in step `step`, counted from 0. Collective where one changes.
-
-        Args:
-            step: the same on all ranks.
-        """
+        """Layers are as they shall be in step `step`, from 0, the same on all ranks. Collective where one changes."""
         wanted = self.schedule.in_bf16(self.names, step, self.overrides)
         if wanted == self.in_bf16:
             return
@@ -92,7 +87,7 @@ class LayerPrecision:
         self._say(f"fp8: from step {step} on {len(wanted)} of {len(self.names)} FP8 linears compute in bf16{why}")
 
     def _reasons(self, in_bf16: frozenset[str], step: int) -> str:
-        """Why layers are in bf16 in step `step`: of the whole schedule alone where it asks for bf16, else by layer."""
+        """Why layers are in bf16 in step `step`: the whole schedule alone where it asks for bf16, else by layer."""
         if whole := self.schedule.reason(step):
             return whole
         reasons = {
@@ -104,17 +99,10 @@ class LayerPrecision:
     def request(self, names: Sequence[str], precision: Request, between: str = "") -> list[str]:
         """Override the schedule for some layers, or leave them to it again; `update` makes it so. Collective.
 
+        As `Fp8Engine.set_layer_precision`.
+
         Args:
-            names: of layers, or parts of names.
-            precision: "schedule": no override any more.
             between: where this rank is, if a backward or step is to come that began with the layers as they are.
-
-        Returns:
-            The layers meant, on this rank.
-
-        Raises:
-            ConfigError: another precision; or no rank has a layer of such a name; or ranks ask for different things.
-            UnsupportedError: layers are tensor-parallel, or a rank is between a forward and its step.
         """
         self._same_call(names, precision, between)
         if precision not in REQUESTS:
@@ -137,9 +125,7 @@ class LayerPrecision:
         """All ranks raise, or none. Collective."""
         asked = zlib.crc32(repr((list(names), precision)).encode())
         told = [asked, -asked, int(between != ""), int(self._parallel != "")]
-        most = torch.tensor(told, dtype=torch.int64, device=self._device)
-        ds_comm.all_reduce(most, op=ds_comm.ReduceOp.MAX)
-        largest, negated_smallest, is_between, is_parallel = most.tolist()
+        largest, negated_smallest, is_between, is_parallel = self._most(told)
         if is_parallel:
             raise PARALLEL_SCHEDULE.error(self._parallel or _ELSEWHERE)
         if is_between:
@@ -154,11 +140,11 @@ class LayerPrecision:
                 f"rank {ds_comm.get_rank()} and another elsewhere. Decide on one rank and broadcast."
             )
 
-    def _is_anywhere(self, here: bool) -> bool:
-        """Whether it is so on any rank. Collective."""
-        most = torch.tensor([here], dtype=torch.int64, device=self._device)
+    def _most(self, here: Sequence[int]) -> list[int]:
+        """Return the largest on any rank of each number. Collective."""
+        most = torch.tensor(here, dtype=torch.int64, device=self._device)
         ds_comm.all_reduce(most, op=ds_comm.ReduceOp.MAX)
-        return bool(most)
+        return most.tolist()
 
     def _everywhere(self, patterns: Sequence[str]) -> list[list[str]]:
         """The layers of all ranks that each pattern means: pipeline stages have layers of their own. Collective.

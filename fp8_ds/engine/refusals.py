@@ -322,19 +322,11 @@ def refuse_unread_reports(sinks: Sequence[str], config: Config, rank: int) -> No
     Raises:
         ConfigError: they go to DeepSpeed's monitor, and none is on, or to a path that cannot be written.
     """
-    from fp8_ds.monitor.sinks import file_of, refuse_unwritable
-
     if rank != 0:
         return
     for sink in sinks:
-        try:
-            if sink != "deepspeed":
-                refuse_unwritable(file_of(sink))
-        except OSError as error:
-            raise ConfigError(
-                f'fp8.monitor.sink: expected a path that can be written, or "deepspeed", got "{sink}" '
-                f"({error.strerror or error}). Name a file in a folder of yours."
-            ) from error
+        if sink != "deepspeed":
+            _refuse_unwritable(sink)
     if "deepspeed" in sinks and not any(is_on(block_of(config, name).get("enabled")) for name in _MONITORS):
         raise ConfigError(
             f'fp8.monitor.sink: expected a path, or "deepspeed" with a monitor of its own ({", ".join(_MONITORS)}) '

@@ -6,7 +6,7 @@ Which mix-ins follows from the format of the states, gradient release, and the f
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,6 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from fp8_ds.config import OptimizerConfig
 from fp8_ds.engine.log import say
 from fp8_ds.engine.startup import no_release
 from fp8_ds.errors import UnsupportedError
@@ -38,29 +37,24 @@ _HOLDS = (
 )
 """The default: deepspeedai/DeepSpeed v0.19.2 and v0.19.3, deepspeed/runtime/constants.py, GRADIENT_CLIPPING_DEFAULT."""
 
-Build = Callable[[Any], Any]
-"""DeepSpeed's own way from a torch optimizer to its ZeRO optimizer."""
 
-_MIXINS: dict[type, type] = {
-    DeepSpeedZeroOptimizer: Fp8ZeroStage12,
-    DeepSpeedZeroOptimizer_Stage3: Fp8ZeroStage3,
-}
-_STATES_MIXINS: dict[type, type] = {
-    DeepSpeedZeroOptimizer: Fp8StatesStage12,
-    DeepSpeedZeroOptimizer_Stage3: Fp8StatesStage3,
-}
-_RELEASE_MIXINS: dict[type, type] = {
-    DeepSpeedZeroOptimizer: Fp8ReleaseStage12,
-    DeepSpeedZeroOptimizer_Stage3: Fp8ReleaseStage3,
-}
-_REDUCE_MIXINS: dict[type, type] = {
-    DeepSpeedZeroOptimizer: Fp8ReduceStage12,
-    DeepSpeedZeroOptimizer_Stage3: Fp8ReduceStage3,
+class _Mixins(NamedTuple):
+    """By what the configuration asks for."""
+
+    weights: type
+    states: type
+    release: type
+    reduce: type
+
+
+_MIXINS: dict[type, _Mixins] = {
+    DeepSpeedZeroOptimizer: _Mixins(Fp8ZeroStage12, Fp8StatesStage12, Fp8ReleaseStage12, Fp8ReduceStage12),
+    DeepSpeedZeroOptimizer_Stage3: _Mixins(Fp8ZeroStage3, Fp8StatesStage3, Fp8ReleaseStage3, Fp8ReduceStage3),
 }
 
 
-def build_zero(engine: Any, optimizer: Any, build: Build) -> tuple[Any, type]:
-    """DeepSpeed's ZeRO optimizer over `optimizer`, not retyped yet, and the class of DeepSpeed that it is of.
+def build_zero(engine: Any, optimizer: Any, build: Callable[[Any], Any]) -> tuple[Any, type]:
+    """DeepSpeed's ZeRO optimizer over `optimizer`, by `build`, not retyped yet, and the class of DeepSpeed it is of.
 
     With FP8 states `optimizer` is taken over first, and `engine.basic_optimizer` is what has taken it over.
 
@@ -90,8 +84,7 @@ def build_zero(engine: Any, optimizer: Any, build: Build) -> tuple[Any, type]:
 
 
 def has_no_purpose(engine: Any) -> bool:
-    """Whether FP8 would change nothing: fp32 states, bf16 gradients, and no FP8 weight on this rank, nor on any other
-    pipeline stage or tensor-parallel rank. Collective with these."""
+    """Whether FP8 would change nothing: fp32 states, bf16 gradients, no FP8 weight on any rank. Collective."""
     config = engine.fp8.config
     if config.optimizer.states != "fp32" or config.zero.reduce_scatter != "bf16":
         return False
@@ -102,7 +95,7 @@ def has_no_purpose(engine: Any) -> bool:
 
 
 def retype(zero: Any, host: type, context: Fp8Context, gradient_clipping: float) -> None:
-    """`zero` is an FP8 optimizer, its weights stored and gathered in FP8. Collective.
+    """Make `zero` an FP8 optimizer, its weights stored and gathered in FP8. Collective.
 
     Args:
         zero: of class `host`, or of the subclass that `building` makes of it.
@@ -110,19 +103,17 @@ def retype(zero: Any, host: type, context: Fp8Context, gradient_clipping: float)
         context: of the engine.
         gradient_clipping: of its configuration.
     """
-    mixins = [_mixins_for(context.config.optimizer, gradient_clipping)[host]]
-    if context.config.zero.reduce_scatter == "fp8":
-        mixins.insert(0, _REDUCE_MIXINS[host])
+    config, known = context.config, _MIXINS[host]
+    if config.optimizer.states == "fp32":
+        mixins = [known.weights]
+    else:
+        mixins = [known.release if config.optimizer.releases(gradient_clipping) else known.states]
+    if config.zero.reduce_scatter == "fp8":
+        mixins.insert(0, known.reduce)
     zero.__class__ = type(f"Fp8{host.__name__}", (*mixins, host), {})
     zero.fp8_init(context)
     _wait_no_longer_than_the_default_group(zero.dp_process_group)
     start_count_anew(context)
-
-
-def _mixins_for(settings: OptimizerConfig, gradient_clipping: float) -> dict[type, type]:
-    if settings.states == "fp32":
-        return _MIXINS
-    return _RELEASE_MIXINS if settings.releases(gradient_clipping) else _STATES_MIXINS
 
 
 def start_count_anew(context: Fp8Context) -> None:
@@ -132,11 +123,7 @@ def start_count_anew(context: Fp8Context) -> None:
 
 
 def check_release(engine: Any) -> None:
-    """Updates during the backward are possible here.
-
-    Raises:
-        ConfigError: naming the setting that contradicts them.
-    """
+    """Raise a ConfigError that names the settings that contradict updates during the backward."""
     stage, steps = engine.zero_optimization_stage(), engine.gradient_accumulation_steps()
     accumulation_dtype = engine.get_data_types()[1]
     is_managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()  # since DeepSpeed 0.19.8
@@ -147,8 +134,7 @@ def check_release(engine: Any) -> None:
         "zero_optimization.contiguous_gradients false": stage < 3 and not engine.zero_contiguous_gradients(),
         f"data_types.grad_accum_dtype {accumulation_dtype}": accumulation_dtype != torch.bfloat16,
     }
-    found = [name for name, is_there in problems.items() if is_there]
-    if found:
+    if found := [name for name, is_there in problems.items() if is_there]:
         raise no_release(found)
 
 

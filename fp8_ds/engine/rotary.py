@@ -19,8 +19,7 @@ from fp8_ds.ops._register import register
 def keep_tables(model: nn.Module) -> list[RemovableHandle]:
     """Tables that modules of `model` make become results of an op that inductor neither fuses nor makes again.
 
-    Values are those of eager, where nothing changes; what torch.export takes of the model has no such op. A second call
-    changes nothing.
+    Eager and torch.export see nothing of it. A second call changes nothing.
 
     Returns:
         Handles of the new hooks: of modules with a buffer `inv_freq`, or one for each kind of layer

@@ -1,8 +1,8 @@
 """The installed DeepSpeed against the rows of seams.py: what is missing is refused, a body that is new is reported.
 
 A missing symbol or parameter raises (SeamError); a body that is none of the tested ones is named in one warning.
-`python -m fp8_ds.engine.seam_check` prints the hashes of the installed version; with `--update` it merges them into
-seam_hashes.json. Do that once the suite passes there, and add the version to seams.TESTED_VERSIONS (docs/versions.md).
+`python -m fp8_ds.engine.seam_check --update` merges the hashes of the installed version into seam_hashes.json. Do that
+once the suite passes there, and add the version to seams.TESTED_VERSIONS (docs/versions.md).
 """
 
 from __future__ import annotations
@@ -27,11 +27,7 @@ _HASHES = Path(__file__).with_name("seam_hashes.json")
 
 
 def find(seam: Seam) -> Any:
-    """The symbol of a row in the installed DeepSpeed, as stock has it.
-
-    Raises:
-        SeamError: it is missing, or lacks a parameter.
-    """
+    """The symbol of a row in the installed DeepSpeed, as stock has it; a SeamError if it lacks that or a parameter."""
     try:
         found: Any = importlib.import_module(seam.module)
         for part in seam.name.split("."):
@@ -88,18 +84,10 @@ def installed_hashes() -> dict[str, str]:
     return {path: body_hash(symbol) for path, symbol in found.items() if not inspect.isclass(symbol)}
 
 
-def check_seams(known: dict[str, dict[str, str]] | None = None) -> None:
-    """Afterwards every row exists with its parameters; bodies we have not tested are named in one warning.
-
-    Args:
-        known: version -> path -> hash; from seam_hashes.json if None.
-
-    Raises:
-        SeamError: a symbol or a parameter is missing.
-    """
-    hashes = installed_hashes()
-    known = json.loads(_HASHES.read_text()) if known is None else known
-    unknown = [path for path, digest in hashes.items() if all(table.get(path) != digest for table in known.values())]
+def check_seams() -> None:
+    """Raise a SeamError where a symbol or parameter is missing; name bodies we have not tested in one warning."""
+    known = json.loads(_HASHES.read_text()).values()
+    unknown = [path for path, digest in installed_hashes().items() if all(table.get(path) != digest for table in known)]
     if unknown:
         warnings.warn(
             f"fp8_ds is tested with DeepSpeed {', '.join(TESTED_VERSIONS)}; in {installed_version()} these bodies "
@@ -116,9 +104,6 @@ def update_hashes(path: Path = _HASHES) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--update"]:
-        update_hashes()
-    elif sys.argv[1:]:
-        raise SystemExit(f"expected --update or nothing, got {sys.argv[1:]}. See the top of {__file__}.")
-    else:
-        print(json.dumps({installed_version(): installed_hashes()}, indent=1, sort_keys=True))
+    if sys.argv[1:] != ["--update"]:
+        raise SystemExit(f"expected --update, got {sys.argv[1:]}. See the top of {__file__}.")
+    update_hashes()

@@ -25,8 +25,7 @@ class Seam:
         kind: "wrap" or "swap" (module attribute replaced), "override" (mix-in method before the stock one),
             "closure" (per-parameter attribute replaced), "rely" (called or mirrored, not replaced).
         why: what we do there.
-        since: the first version that has it. Older ones have no such layers: nothing is refused there for
-            that, and nothing stays bf16.
+        since: the first version that has it; older ones have nothing that needs it.
     """
 
     module: str
@@ -77,23 +76,11 @@ SEAMS = (
         "override",
         "torch's Adam to be taken over by FP8 states",
     ),
-    Seam(
-        _ENGINE,
-        "DeepSpeedZeroOptimizer",
-        (),
-        "swap",
-        "with FP8 states one that makes no dense states, during one _configure_zero_optimizer call",
-    ),
+    Seam(_ENGINE, "DeepSpeedZeroOptimizer", (), "swap", "FP8 states: one without dense states is built"),
     Seam(
         _ENGINE, "DeepSpeedEngine.save_checkpoint", ("self", "save_dir", "tag", "client_state"), "override", "exports"
     ),
-    Seam(
-        _ENGINE,
-        "DeepSpeedEngine._copy_recovery_script",
-        ("self", "save_path"),
-        "override",
-        "a full disk there is an error on all ranks",
-    ),
+    Seam(_ENGINE, "DeepSpeedEngine._copy_recovery_script", ("self", "save_path"), "override", "errors reach all ranks"),
     Seam(
         _ENGINE,
         "DeepSpeedEngine._common_checkpoint_state",
@@ -108,13 +95,7 @@ SEAMS = (
     Seam(_ENGINE, "DeepSpeedEngine.load_module_state_dict", ("self", "checkpoint"), "override", "masters of a load"),
     Seam(_ENGINE, "DeepSpeedEngine.save_16bit_model", ("self", "save_dir"), "override", "bf16 of masters"),
     Seam(_ENGINE, "DeepSpeedEngine._zero3_consolidated_16bit_state_dict", ("self",), "override", "not of one rank"),
-    Seam(
-        _S12,
-        "all_gather_dp_groups",
-        ("groups_flat",),
-        "wrap",
-        "the only patched function: asks the owner of an FP8 optimizer's groups; stock for all others",
-    ),
+    Seam(_S12, "all_gather_dp_groups", ("groups_flat",), "wrap", "asks the owner of an FP8 optimizer's groups"),
     Seam(_S12, f"{_Z12}.step", ("self", "closure"), "override", "marks the gather of a step; FP8 states: replaced"),
     Seam(
         _S12,
@@ -134,13 +115,7 @@ SEAMS = (
     Seam(_S12, f"{_Z12}._update_model_bit16_weights", ("self", "group_index"), "override", "done by the gather"),
     Seam(_S12, f"{_Z12}._link_all_hp_params", ("self",), "override", "fragments without a bf16 copy"),
     Seam(_S12, f"{_Z12}._restore_from_bit16_weights", ("self",), "override", "masters from FP8 and own bf16"),
-    Seam(
-        _S12,
-        f"{_Z12}.allreduce_and_scatter",
-        ("self", "bucket", "communication_data_type"),
-        "override",
-        "gradients reduced in FP8",
-    ),
+    Seam(_S12, f"{_Z12}.allreduce_and_scatter", ("self", "bucket", "communication_data_type"), "override", "in FP8"),
     Seam(
         _S12,
         f"{_Z12}.average_tensor",
@@ -149,17 +124,9 @@ SEAMS = (
         "divides the bucket, cuts it by rank in buffer order, and calls allreduce_and_scatter",
     ),
     Seam(_S12, f"{_Z12}.process_gradients", ("self", "param", "i"), "override", "release: into a bucket at once"),
-    Seam(
-        _S12, f"{_Z12}.reduce_gradients", ("self", "pipeline_parallel"), "override", "release: the last; one rank: none"
-    ),
+    Seam(_S12, f"{_Z12}.reduce_gradients", ("self", "pipeline_parallel"), "override", "release: last; one rank: none"),
     Seam(_S12, f"{_Z12}.copy_grads_in_partition", ("self", "param"), "override", "release: collects for the update"),
-    Seam(
-        _S12,
-        f"{_Z12}.reduce_ipg_grads",
-        ("self", "comm_dtype"),
-        "override",
-        "release: updates a bucket; one rank: none",
-    ),
+    Seam(_S12, f"{_Z12}.reduce_ipg_grads", ("self", "comm_dtype"), "override", "release: updates; one rank: none"),
     Seam(
         _S12,
         f"{_Z12}.independent_gradient_partition_epilogue",
@@ -188,13 +155,7 @@ SEAMS = (
         "override",
         "FP8 states: de-quantises",
     ),
-    Seam(
-        _S3,
-        _Z3,
-        (),
-        "swap",
-        "with FP8 states one that makes no dense states, during one _configure_zero_optimizer call",
-    ),
+    Seam(_S3, _Z3, (), "swap", "FP8 states: one without dense states is built"),
     Seam(_S3, f"{_Z3}.initialize_optimizer_states", ("self",), "override", "FP8 states: left out"),
     Seam(_S3, f"{_Z3}._create_fp32_partitions", ("self",), "override", "split masters: tensors of no size"),
     Seam(_S3, f"{_Z3}._setup_for_real_optimizer", ("self",), "override", "release: no buffer for gradients"),
@@ -213,31 +174,13 @@ SEAMS = (
         "override",
         "FP8 states: de-quantises",
     ),
-    Seam(
-        _S3,
-        f"{_Z3}.set_full_hp_param",
-        ("self", "value", "param", "optim_state_key"),
-        "override",
-        "FP8 states: quantises",
-    ),
-    Seam(
-        _S3,
-        f"{_Z3}.set_local_hp_param",
-        ("self", "value", "param", "optim_state_key"),
-        "override",
-        "FP8 states: quantises",
-    ),
+    Seam(_S3, f"{_Z3}.set_full_hp_param", ("self", "value", "param", "optim_state_key"), "override", "quantises"),
+    Seam(_S3, f"{_Z3}.set_local_hp_param", ("self", "value", "param", "optim_state_key"), "override", "quantises"),
     Seam(_S3, f"{_Z3}._pre_step", ("self",), "override", "no stale gradients; begins a step"),
     Seam(_S3, f"{_Z3}.zero_grad", ("self", "set_to_none"), "override", "no stale gradients of dropped micro-batches"),
     Seam(_S3, f"{_Z3}._partition_all_parameters", ("self",), "rely", "FP8 states: releases weights before a step"),
     Seam(_S3, f"{_Z3}.step", ("self", "closure"), "override", "histories of a skipped step; FP8 states: replaced"),
-    Seam(
-        _S3,
-        f"{_Z3}._post_step",
-        ("self", "timer_names"),
-        "override",
-        "quantises; then gathers persistents, by all_gather with the very list of them",
-    ),
+    Seam(_S3, f"{_Z3}._post_step", ("self", "timer_names"), "override", "quantises; gathers persistents by list"),
     Seam(_S3, f"{_Z3}.checkpoint_event_epilogue", ("self",), "rely", "likewise, after a save or load"),
     Seam(
         _S3,
@@ -255,13 +198,7 @@ SEAMS = (
         "override",
         "gradients reduced in FP8; in bf16 cut by the next row's",
     ),
-    Seam(
-        _S3,
-        "reduce_scatter_coalesced",
-        ("tensors", "group"),
-        "swap",
-        "gradients cut for all ranks in one launch, same bits, during one call of the row above",
-    ),
+    Seam(_S3, "reduce_scatter_coalesced", ("tensors", "group"), "swap", "one launch cuts for all ranks"),
     Seam(
         _S3,
         f"{_Z3}.partition_grads",
@@ -279,13 +216,7 @@ SEAMS = (
     Seam(_S3, f"{_Z3}.offload_states", ("self", "include", "device"), "override", "moves FP8 shards"),
     Seam(_S3, f"{_Z3}.reload_states", ("self", "non_blocking"), "override", "moves FP8 shards"),
     Seam(_S3, f"{_Z3}._set_fp16_partitioned_groups_flat", ("self",), "rely", "layout of the bf16 flat buffer"),
-    Seam(
-        _PP,
-        "Init._convert_to_deepspeed_param",
-        ("self", "param"),
-        "closure",
-        "all_gather, all_gather_coalesced and partition of every parameter are replaced",
-    ),
+    Seam(_PP, "Init._convert_to_deepspeed_param", ("self", "param"), "closure", "its three closures are replaced"),
     Seam(_PP, "Init._partition_param", ("self", "param"), "rely", "frees data, writes ds_tensor"),
     Seam(_PP, "AllGatherCoalescedHandle.wait", ("self", "handle_dependency"), "rely", "the handle protocol"),
     Seam(
@@ -303,13 +234,7 @@ SEAMS = (
         "reads the limit of fetches ahead, 4 of 2 with leaves; waits, where the handle removes its leaf's others",
     ),
     Seam(_COORD, "PartitionedParameterCoordinator.release_sub_module", ("self",), "rely", "releases by partition"),
-    Seam(
-        _ENGINE,
-        "DeepSpeedEngine._replace_module_consolidated_state_dict",
-        ("self",),
-        "override",
-        "bf16 of masters, gathered over AutoTP's ranks",
-    ),
+    Seam(_ENGINE, "DeepSpeedEngine._replace_module_consolidated_state_dict", ("self",), "override", "bf16 of masters"),
     Seam(_TP, "LinearLayer.forward", ("self", "input"), "override", "x W^T in FP8; for all classes that inherit it"),
     Seam(_TP, "LinearAllreduce.forward", ("self", "input"), "override", "likewise"),
     Seam(_TP, "SubParamLinearLayer.forward", ("self", "input"), "override", "likewise"),
@@ -339,13 +264,7 @@ SEAMS = (
         "override",
         "tp/ulysses.py: one exchange of q, k and v in FP8",
     ),
-    Seam(
-        "deepspeed.sequence.layer",
-        "apply_rotary_pos_emb",
-        ("t", "freqs_cos", "freqs_sin"),
-        "rely",
-        "between the exchange and attention",
-    ),
+    Seam("deepspeed.sequence.layer", "apply_rotary_pos_emb", ("t", "freqs_cos", "freqs_sin"), "rely", "after exchange"),
     Seam(
         "deepspeed.runtime.sequence_parallel.ulysses_sp",
         "UlyssesSPAttentionHF._combine_local_sequences",

@@ -121,8 +121,7 @@ class Stock:
 
 @pytest.mark.parametrize(("args", "kwargs"), [((), {}), (("eager", {"dynamic": False}), {"schedule": 1})], ids=str)
 def test_an_engine_in_fp8_compiles_with_the_filter_and_more_graphs_and_another_does_not(args: Any, kwargs: Any) -> None:
-    from fp8_ds.engine.engine import Fp8Engine
-    from fp8_ds.engine.graphs import LIMIT
+    from fp8_ds.engine.engine import RECOMPILE_LIMIT, Fp8Engine
 
     plain = Stock()
     plain.compile(*args, **kwargs)
@@ -130,7 +129,7 @@ def test_an_engine_in_fp8_compiles_with_the_filter_and_more_graphs_and_another_d
         engine: Any = object.__new__(type("Engine", (Fp8Engine, Stock), {"fp8": object() if is_in_fp8 else None}))
         with torch._dynamo.config.patch(recompile_limit=8):
             engine.compile(*args, **kwargs)
-            assert torch._dynamo.config.recompile_limit == (LIMIT if is_in_fp8 else 8)
+            assert torch._dynamo.config.recompile_limit == (RECOMPILE_LIMIT if is_in_fp8 else 8)
         backend, compile_kwargs, schedule = engine.given
         options = {"options": compile_kwargs["options"]} if is_in_fp8 else {}
         assert (backend, compile_kwargs, schedule) == (plain.given[0], plain.given[1] | options, plain.given[2])
