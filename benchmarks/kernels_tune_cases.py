@@ -20,7 +20,6 @@ from fp8_ds.ops.quantize import (
     quantize_colwise_t,
     quantize_delayed_planes,
     quantize_part,
-    quantize_planes,
     quantize_rowwise,
     quantize_tensorwise,
     quantize_tensorwise_planes,
@@ -123,9 +122,7 @@ def _kept(rows: int, cols: int, device: str) -> Any:
 
 
 def _beside(x: Any) -> Any:
-    return swiglu_backward_and_columns(
-        x[2], x[0], x[1], (E4M3, E5M2), tuple(x[3].slot(k) for k in (0, 1, 1)), rounding="twice"
-    )
+    return swiglu_backward_and_columns(x[2], x[0], x[1], (E4M3, E5M2), tuple(x[3].slot(k) for k in (0, 1, 1)))
 
 
 def _delayed(x: tuple[Tensor, Any], planes: Any) -> Any:
@@ -179,15 +176,15 @@ def _norm(x: Any, scaling: Any = None) -> Any:
 
 
 def _by_transpose(x: Any) -> Tensor:
-    return transpose(swiglu(x[0], x[1], E4M3, x[3].slot(0), record=False, rounding="twice").x_fp8)
+    return transpose(swiglu(x[0], x[1], E4M3, x[3].slot(0), record=False)[0].x_fp8)
 
 
 def _columns(x: Any) -> Any:
-    return swiglu_columns(x[0], x[1], E4M3, x[3].slot(0), rounding="twice")
+    return swiglu_columns(x[0], x[1], E4M3, x[3].slot(0))
 
 
 def _backward_kept(x: Any) -> Any:
-    return swiglu_backward_kept(x[2], x[0], x[1], E5M2, (x[3].slot(1),) * 2, rounding="twice")
+    return swiglu_backward_kept(x[2], x[0], x[1], E5M2, (x[3].slot(1),) * 2)
 
 
 def _kernel(
@@ -204,10 +201,6 @@ def _by_own_scales(scaling: Any, reads: int) -> Iterator[Kernel]:
     yield _kernel(
         f"swiglu {scaling}", "swiglu", 4 * reads + 1, _three, lambda x: swiglu(x[0], x[1], E4M3, scaling), (WIDE,)
     )
-    yield _kernel(
-        f"swiglu_backward_to_fp8 {scaling}", "swiglu", 6 * reads + 2, _three,
-        lambda x: swiglu_backward_to_fp8(x[2], x[0], x[1], E5M2, scaling), (WIDE,),
-    )  # fmt: skip
 
 
 def _of_master(name: str, of: Granularity) -> Iterator[Kernel]:
@@ -239,8 +232,6 @@ KERNELS = (
             VECTORS=(2, 4, 8, 16), WORDS=(8, 16, 32, 64), NUM_WARPS=(1, 2, 4, 8)),
     _planes("both"),
     _planes("col"),
-    _kernel("planes given both", "quantize", 4, _scaled, lambda x: quantize_planes(x[0], x[1].scale[0], E4M3, "both"),
-            PLANES_QUARTER=(16, 32), PLANES_WARPS=(4, 8)),
     _kernel("rows given", "quantize", 3, _scaled, lambda x: quantize(x[0], x[1].scale[0], E4M3)),
     _kernel("tensorwise", "quantize", 5, _matrix, lambda x: quantize_tensorwise(x, E4M3)),
     _kernel("tensorwise both", "quantize", 6, _matrix, lambda x: quantize_tensorwise_planes(x, E4M3, "both")),
@@ -264,6 +255,8 @@ KERNELS = (
             _PER_THREAD_BACKWARD=(8, 16), _BACKWARD_WARPS=(16, 32), _SUM_COLS=(8, 32)),
     *_by_own_scales("rowwise", 1),
     *_by_own_scales("tensorwise", 2),
+    _kernel("swiglu_backward_to_fp8 tensorwise", "swiglu", 14, _three,
+            lambda x: swiglu_backward_to_fp8(x[2], x[0], x[1], E5M2, ("tensorwise", "tensorwise")), (WIDE,)),
     _kernel("swiglu", "swiglu", 5, _three, lambda x: swiglu(x[0], x[1], E4M3, x[3].slot(0)), (WIDE,),
             _BLOCK=(1024, 2048, 4096)),
     _kernel("swiglu_backward", "swiglu", 10, _three, lambda x: swiglu_backward(x[2], x[0], x[1]), (WIDE,)),

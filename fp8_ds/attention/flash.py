@@ -175,12 +175,12 @@ def _fake_backward(
     return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
 
 
-_forward_op, _FORWARD = register(
+_forward_op = register(
     f"attention_forward(Tensor q, Tensor k, Tensor v, Tensor? descales, {_GEOMETRY}) -> (Tensor, Tensor)",
     _forward,
     _fake_forward,
 )
-_backward_op, _BACKWARD = register(
+_backward_op = register(
     "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"{_GEOMETRY}) -> (Tensor, Tensor, Tensor)",
     _backward,

@@ -47,7 +47,7 @@ def _rotate(x: Tensor, is_query: bool, transposed: bool) -> Tensor:
     return x @ (matrix.t() if transposed else matrix)
 
 
-_rotate_op, _LIBRARY = register(
+_rotate_op = register(
     "attention_rotate(Tensor x, bool is_query, bool transposed) -> Tensor",
     _rotate,
     lambda x, is_query, transposed: torch.empty(x.shape, dtype=x.dtype, device=x.device),

@@ -51,4 +51,4 @@ def _kept(value: Any) -> Any:
     return _op(value) if isinstance(value, Tensor) and not value.requires_grad else value
 
 
-_op, _library = register("table(Tensor x) -> Tensor", torch.clone, torch.empty_like)
+_op = register("table(Tensor x) -> Tensor", torch.clone, torch.empty_like)

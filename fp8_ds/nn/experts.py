@@ -98,7 +98,7 @@ class _PackedSwiglu(torch.autograd.Function):
         scaling = recipe.producer_scaling()
         assert scaling is not None, "experts' recipes have one scale for all"
         gate_PI, up_PI = gate_up.chunk(2, dim=-1)
-        output = swiglu(gate_PI, up_PI, FORMAT, scaling, record=record, rounding="twice", with_hp=True)
+        output, _ = swiglu(gate_PI, up_PI, FORMAT, scaling, record=record, with_hp=True)
         if record:
             ctx.save_for_backward(gate_up)
         return deliver(output, recipe, scaling, gate_PI.shape, record)
@@ -107,7 +107,7 @@ class _PackedSwiglu(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_PI: Tensor) -> tuple[Tensor, None, None]:
         (gate_up,) = ctx.saved_tensors
-        return swiglu_backward_packed(as_rows(grad_PI), gate_up, rounding="twice"), None, None
+        return swiglu_backward_packed(as_rows(grad_PI), gate_up), None, None
 
 
 class Fp8Experts(nn.Module):

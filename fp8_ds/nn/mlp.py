@@ -51,7 +51,7 @@ class _ProductFunction(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, nonlinear: Nonlinear, recipe: Recipe, record: bool) -> Any:
         scaling = recipe.producer_scaling()
         by = scaling or "rowwise"
-        output = swiglu(as_rows(gate), as_rows(up), FORMAT, by, record=record, rounding="twice", with_hp=True)
+        output, _ = swiglu(as_rows(gate), as_rows(up), FORMAT, by, record=record, with_hp=True)
         if record and any(ctx.needs_input_grad):
             ctx.save_for_backward(*keep(gate, nonlinear), *keep(up, nonlinear))
         return deliver(output, recipe, scaling, gate.shape, record)
@@ -61,7 +61,7 @@ class _ProductFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         kept = ctx.saved_tensors
         half = len(kept) // 2
-        grads = swiglu_backward(as_rows(grad_output), recover(kept[:half]), recover(kept[half:]), rounding="twice")
+        grads = swiglu_backward(as_rows(grad_output), recover(kept[:half]), recover(kept[half:]))
         return *(grad.view(grad_output.shape) for grad in grads), None, None, None
 
 

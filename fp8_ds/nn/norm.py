@@ -11,8 +11,7 @@ from fp8_ds.nn.fused import FORMAT, FusedModule, Producer, as_rows, bf16_argumen
 from fp8_ds.nn.matrices import full_shape
 from fp8_ds.nn.recipe import Recipe
 from fp8_ds.once_differentiable import once_differentiable
-from fp8_ds.ops._producer import Rounding
-from fp8_ds.ops.rmsnorm import MAX_COLS, reference, rmsnorm, rmsnorm_backward
+from fp8_ds.ops.rmsnorm import MAX_COLS, Rounding, reference, rmsnorm, rmsnorm_backward
 
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 _PROBE_SCALES = (1.0, 1e-4, 1e-2, 30.0)
@@ -30,7 +29,7 @@ class _RMSNormFunction(torch.autograd.Function):
         scaling = recipe.producer_scaling()
         by = scaling or "rowwise"
         eps, rounding = module.fp8_eps, module.fp8_rounding
-        output, rstd = rmsnorm(as_rows(x), weight, eps, FORMAT, by, record=record, rounding=rounding, with_hp=True)
+        output, rstd = rmsnorm(as_rows(x), weight, eps, FORMAT, by, record=record, rounding=rounding)
         if record and any(ctx.needs_input_grad):
             ctx.save_for_backward(weight, rstd, *keep(x, module.fp8_producer.nonlinear))
         return deliver(output, recipe, scaling, x.shape, record)

@@ -30,12 +30,12 @@ from fp8_ds.once_differentiable import once_differentiable
 from fp8_ds.ops._producer import Scaling
 from fp8_ds.ops.swiglu import (
     Fp8Output,
+    swiglu,
     swiglu_backward,
     swiglu_backward_and_columns,
     swiglu_backward_kept,
     swiglu_backward_to_fp8,
     swiglu_columns,
-    swiglu_with_amax,
 )
 from fp8_ds.scaling.delayed import AmaxSlot
 
@@ -154,9 +154,7 @@ def product(
     """
     scaling = recipe.scaling_without_hp()
     with_hp = with_hp or scaling is None
-    output, amax = swiglu_with_amax(
-        gate, up, FORMAT, scaling or "rowwise", record=record, rounding="twice", with_hp=with_hp
-    )
+    output, amax = swiglu(gate, up, FORMAT, scaling or "rowwise", record=record, with_hp=with_hp)
     if scaling is None:
         assert output.hp is not None
         return output.hp, recipe.quantize_input(output.hp, needs_columns=needs_columns, record=record), None
@@ -169,7 +167,7 @@ def kept_product(gate: Tensor, up: Tensor, recipe: Recipe, amax: Tensor | None) 
     takes_fp8 = recipe.needs_grad_columns
     scaling = recipe.scaling_without_hp()
     if takes_fp8 and scaling is not None and scaling != "rowwise":
-        columns, scale_inv = swiglu_columns(gate, up, FORMAT, scaling, rounding="twice", amax=amax)
+        columns, scale_inv = swiglu_columns(gate, up, FORMAT, scaling, amax=amax)
         return recipe.kept(gate, Quantized(None, columns, scale_inv))
     hp, product_fp8, _ = product(gate, up, recipe, with_hp=not takes_fp8, needs_columns=takes_fp8, record=False)
     return recipe.kept(gate if hp is None else hp, product_fp8)
@@ -221,11 +219,11 @@ class _FromKept:
         gate, up = self.factors
         if len(gate) == 1:
             columns, scale_inv, *grads = swiglu_backward_and_columns(
-                grad_product, as_rows(*gate), as_rows(*up), (FORMAT, fmt), scalings, rounding="twice", amax=self.amax
+                grad_product, as_rows(*gate), as_rows(*up), (FORMAT, fmt), scalings, amax=self.amax
             )
         else:
-            *grads, amax = swiglu_backward_kept(grad_product, gate, up, fmt, scalings[1:], rounding="twice")
-            columns, scale_inv = swiglu_columns(gate, up, FORMAT, scalings[0], rounding="twice", amax=amax)
+            *grads, amax = swiglu_backward_kept(grad_product, gate, up, fmt, scalings[1:])
+            columns, scale_inv = swiglu_columns(gate, up, FORMAT, scalings[0], amax=amax)
         self.grads = _rows(grads[0], scalings[1]), _rows(grads[1], scalings[2])
         return self.recipes.down.kept(grad_product, Quantized(None, columns, scale_inv))
 
@@ -237,14 +235,12 @@ def swiglu_grads(
 
     Amaxes are recorded of those that are quantised: a gradient that no GEMM reads is not.
     """
-    scales = recipes.gate.grad_scaling(), recipes.up.grad_scaling()
+    scales: Any = recipes.gate.grad_scaling(), recipes.up.grad_scaling()
     if None in scales or not wanted.both_factors:
-        grads = swiglu_backward(grad, gate, up, rounding="twice")
+        grads = swiglu_backward(grad, gate, up)
         return grads, grads
-    scaling: Any = scales if isinstance(scales[0], AmaxSlot) else scales[0]
     with_hp = wanted.gate_bias or wanted.up_bias
-    fmt = recipes.gate.grad_format
-    outputs = swiglu_backward_to_fp8(grad, gate, up, fmt, scaling, rounding="twice", with_hp=with_hp)
+    outputs = swiglu_backward_to_fp8(grad, gate, up, recipes.gate.grad_format, scales, with_hp=with_hp)
     gate_fp8, up_fp8 = (_rows(output, one) for output, one in zip(outputs, scales, strict=True))
     return (gate_fp8, up_fp8), (outputs[0].hp, outputs[1].hp)
 

@@ -1,7 +1,8 @@
 """Device code that kernels share: magnitudes as integers, scales, codes of FP8.
 
 `PTX` is true on NVIDIA's GPUs, whose own conversions are taken then. The plain forms beside them give the same codes
-(but for the sign of NaN) and are what Triton's interpreter runs, whose cast to FP8 does not carry into the exponent.
+(but for the sign of NaN) and are what Triton's interpreter runs, whose own conversions to and from bf16 and FP8
+truncate, lose subnormals or do not carry into the exponent.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

@@ -15,9 +15,6 @@ Scaling = AmaxSlot | Literal["rowwise", "tensorwise"]
 """An AmaxSlot: delayed scaling by what the slot holds, its amax_local takes the maximum. "rowwise": each row by its own
 amax, in one pass. "tensorwise": the whole by its own amax, in two passes over the inputs."""
 
-Rounding = Literal["once", "twice"]
-"""Where the bf16 modules round that an op stands for; each op says which are which."""
-
 
 class Fp8Output(NamedTuple):
     """A producer's output: `hp ~ x_fp8 * scale_inv`.
@@ -34,32 +31,30 @@ class Fp8Output(NamedTuple):
 
 
 class SlotTensors(NamedTuple):
-    """An AmaxSlot, or none, as an op's schema has it; without `amax_local` where nothing is recorded."""
+    """An AmaxSlot, or none, as an op's schema has it; without `amax_local` where nothing is recorded: what is not
+    written must not be an argument that a graph takes for written."""
 
     scale: Tensor | None
     scale_inv: Tensor | None
     amax_local: Tensor | None
 
 
-def mode_of(scaling: Scaling) -> tuple[str, SlotTensors]:
+def mode_of(scaling: Scaling, record: bool = True) -> tuple[str, SlotTensors]:
     """`scaling` as an op's schema has it.
+
+    Args:
+        record: whether a slot's amax_local takes the maximum (training), or is left (evaluation).
 
     Raises:
         ValueError: neither a slot nor one of the two words.
     """
     if isinstance(scaling, AmaxSlot):
-        return "given", SlotTensors(scaling.scale, scaling.scale_inv, scaling.amax_local)
+        return "given", SlotTensors(scaling.scale, scaling.scale_inv, scaling.amax_local if record else None)
     if scaling not in ("rowwise", "tensorwise"):
         raise ValueError(
             f"scaling: expected an AmaxSlot, 'rowwise' or 'tensorwise', got {scaling!r}. Use one of these."
         )
     return scaling, SlotTensors(None, None, None)
-
-
-def is_twice(rounding: Rounding) -> bool:
-    if rounding not in ("once", "twice"):
-        raise ValueError(f"rounding: expected 'once' or 'twice', got {rounding!r}. Use one of these.")
-    return rounding == "twice"
 
 
 def check_rows(name: str, x: Tensor, like: Tensor | None = None) -> None:
@@ -74,19 +69,14 @@ def check_rows(name: str, x: Tensor, like: Tensor | None = None) -> None:
         )
 
 
-def empty_output(rows: int, cols: int, mode: str, dtype: torch.dtype, with_hp: bool, like: Tensor) -> list[Tensor]:
-    """x_fp8, scale_inv and hp (of no elements if not asked for), all of unknown content, on the device of `like`."""
-    scale_inv_shape = (rows, 1) if mode == "rowwise" else ()
-    return [
-        torch.empty(rows, cols, dtype=dtype, device=like.device),
+def empty_output(like: Tensor, mode: str, dtype: torch.dtype, with_hp: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """x_fp8, scale_inv and hp (of no elements if not asked for), all of unknown content, for `like` [T, C]."""
+    scale_inv_shape = (like.shape[0], 1) if mode == "rowwise" else ()
+    return (
+        torch.empty(like.shape, dtype=dtype, device=like.device),
         torch.empty(scale_inv_shape, dtype=torch.float32, device=like.device),
-        torch.empty((rows, cols) if with_hp else (0,), dtype=torch.bfloat16, device=like.device),
-    ]
-
-
-def takes_kernel(x: Tensor) -> bool:
-    """No elements, no launch: the reference has nothing to compute then."""
-    return x.is_cuda and x.numel() > 0
+        torch.empty(like.shape if with_hp else (0,), dtype=torch.bfloat16, device=like.device),
+    )
 
 
 def empty_amax(mode: str, like: Tensor) -> Tensor:
@@ -94,15 +84,14 @@ def empty_amax(mode: str, like: Tensor) -> Tensor:
     return torch.empty(() if mode == "tensorwise" else (0,), dtype=torch.float32, device=like.device)
 
 
-def quantize_by(
-    hp: Tensor, mode: str, slot: SlotTensors, record: bool, dtype: torch.dtype, fp8_max: float
-) -> tuple[Tensor, Tensor]:
+def quantize_by(hp: Tensor, mode: str, slot: SlotTensors, dtype: torch.dtype, fp8_max: float) -> tuple[Tensor, Tensor]:
     """(x_fp8, scale_inv) of bf16 [T, C] in plain torch: what each kernel's last step is held against."""
     if mode == "tensorwise":
         return quantize_reference.quantize_tensorwise(hp, dtype, fp8_max)
     if mode == "given":
         assert slot.scale is not None and slot.scale_inv is not None
-        amax_local = hp.new_zeros((), dtype=torch.float32) if slot.amax_local is None else slot.amax_local
+        record = slot.amax_local is not None
+        amax_local = slot.amax_local if slot.amax_local is not None else hp.new_zeros((), dtype=torch.float32)
         return quantize_reference.quantize_delayed(hp, slot.scale, slot.scale_inv, amax_local, record, dtype, fp8_max)
     amax = hp.abs().amax(dim=1, keepdim=True) if hp.numel() else hp.new_zeros(hp.shape[0], 1)
     scale, scale_inv = row_scale_from_amax(amax, fp8_max)

@@ -1,8 +1,4 @@
-"""Device code that the fused producers share: bf16 rounding, amaxes as integers, scales, casts to FP8.
-
-`PTX` is true on NVIDIA's GPUs: their own conversions are taken then. The plain forms beside them give the same bits and
-are what Triton's interpreter runs, whose conversions to and from bf16 and FP8 truncate or lose subnormals.
-"""
+"""Device code that the fused producers share: bf16 rounding, amaxes as integers, casts to FP8. PTX: ops/_device.py."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._guards import TracingContext
 
-DEVICE_KEYS = ("CPU", "CUDA")
+_LIBRARIES: list[torch.library.Library] = []
+"""An op is gone when the library that defined it dies."""
 
 
 def in_own_storage(view: Tensor) -> Tensor:
@@ -43,7 +46,7 @@ def _check_written(op: str, written: dict[str, Tensor]) -> None:
     assert len(set(storages)) == len(storages), f"{op}: {', '.join(written)} share a storage: use in_own_storage."
 
 
-def register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> tuple[Any, torch.library.Library]:
+def register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """`torch.ops.fp8_ds.<name>` exists, runs `kernel`, and traces with `fake` (no graph break under torch.compile).
 
     The low-level define/impl pair instead of `torch.library.custom_op`: the latter adds several Python layers to each
@@ -56,17 +59,70 @@ def register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) 
             schema says are written are checked: each must be the whole of a storage of its own.
 
     Returns:
-        The op to call, and the library handle, which must be kept: the op is gone when it dies.
+        The op to call.
     """
     make_library: Any = torch.library.Library  # untyped in torch
     library = make_library("fp8_ds", "FRAGMENT")
     library.define(schema)
     name = schema.split("(", 1)[0]
-    for key in DEVICE_KEYS:
+    for key in ("CPU", "CUDA"):
         library.impl(name, kernel, key)
     op = getattr(torch.ops.fp8_ds, name).default
     torch.library.register_fake(f"fp8_ds::{name}", _checked(op, fake), lib=library)
-    return op, library
+    _LIBRARIES.append(library)
+    return op
+
+
+def is_on_cuda(x: Tensor, *_: Any) -> bool:
+    """Without elements there is no launch: the reference has nothing to compute then."""
+    return x.is_cuda and x.numel() > 0
+
+
+def register_pair(
+    schema: str,
+    reference: ModuleType,
+    fake: Callable[..., Any],
+    *,
+    function: str | None = None,
+    takes_kernel: Callable[..., bool] = is_on_cuda,
+) -> Any:
+    """`register` of an op that a function of `reference` computes, or one of the module `triton` beside it.
+
+    Args:
+        schema: its first argument is a tensor.
+        reference: plain torch; it runs without autocast, which the dispatcher skips at our op and not inside it.
+        fake: as in `register`.
+        function: name of both; None: that of the op.
+        takes_kernel: whether it is Triton's turn, of the op's arguments.
+    """
+    name = function or schema.split("(", 1)[0]
+    plain, package = getattr(reference, name), reference.__name__.rpartition(".")[0]
+
+    def kernel(x: Tensor, *args: Any) -> Any:
+        if takes_kernel(x, *args):
+            with torch.cuda.device_of(x):  # Triton launches on the current device
+                return getattr(triton_of(package), name)(x, *args)
+        with torch.autocast(x.device.type, enabled=False):
+            return plain(x, *args)
+
+    return register(schema, kernel, fake)
+
+
+def triton_of(package: str) -> Any:
+    """The module `triton` of an op's package; Triton itself is missing where there is no GPU.
+
+    Raises:
+        ImportError: it is missing.
+    """
+    try:
+        return importlib.import_module(f"{package}.triton")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "triton":
+            raise
+        raise ImportError(
+            "triton: expected the package, whose kernels run on CUDA, got none. Install triton in the version that "
+            "your torch names."
+        ) from error
 
 
 def _checked(op: Any, fake: Callable[..., Any]) -> Callable[..., Any]:

@@ -104,12 +104,12 @@ def _count_hp(x: Tensor, scale_inv: Tensor | None, fp8_max: float, counts: Tenso
     counts[_PENDING_SATURATED] = x.numel() - (x.abs() <= bound).sum() + 1  # NaN is not within
 
 
-_observe_codes, _LIBRARY_CODES = register(
+_observe_codes = register(
     "observe_codes(Tensor codes, Tensor scale_inv, Tensor(a!) counts, bool can_saturate) -> ()",
     _count_codes,
     lambda codes, scale_inv, counts, can_saturate: None,
 )
-_observe_hp, _LIBRARY_HP = register(
+_observe_hp = register(
     "observe_hp(Tensor x, Tensor? scale_inv, float fp8_max, Tensor(a!) counts) -> ()",
     _count_hp,
     lambda x, scale_inv, fp8_max, counts: None,

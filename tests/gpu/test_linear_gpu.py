@@ -18,7 +18,7 @@ from fp8_ds.nn import (
     TensorwiseRecipe,
 )
 from fp8_ds.ops.gemm import scaled_mm
-from fp8_ds.ops.quantize import amax, quantize, quantize_delayed, quantize_tensorwise
+from fp8_ds.ops.quantize import amax, quantize, quantize_delayed_planes, quantize_tensorwise
 from fp8_ds.scaling import AmaxHistory, scale_from_amax
 from fp8_ds.testing import assert_bitwise, sqnr_db
 from fp8_ds.zero.payload import Fp8Payload
@@ -237,7 +237,7 @@ def test_delayed_does_not_hide_an_infinity():
     x = torch.randn(16, 16, device="cuda")
     x[3, 3] = float("inf")
     one = torch.ones((), device="cuda")
-    x_fp8, scale_inv = quantize_delayed(x, one, one.clone(), one.clone(), E4M3, record=True)
+    x_fp8, _, scale_inv = quantize_delayed_planes(x, one, one.clone(), one.clone(), E4M3, "row", record=True)
     assert (x_fp8.float() * scale_inv).isnan().all()
 
 

@@ -14,10 +14,9 @@ from fp8_ds.ops.quantize import (
     amax,
     quantize,
     quantize_colwise_t,
-    quantize_delayed,
     quantize_delayed_planes,
+    quantize_measured_planes,
     quantize_part,
-    quantize_planes,
     quantize_rowwise,
     quantize_tensorwise,
     quantize_tensorwise_planes,
@@ -85,7 +84,7 @@ def test_cast_equals_reference_for_every_16_bit_number_and_many_float32(scale, f
     near = torch.cat([codes, halfway, halfway * (1 + 2**-23), halfway * (1 - 2**-24), -halfway])
     for x in (every.view(torch.bfloat16), every.view(torch.float16), random.view(torch.float32), near):
         check(quantize, x, torch.tensor(scale), fmt)
-        check(quantize_planes, x.reshape(1, -1), torch.tensor(scale), fmt, "both")
+        check(quantize_measured_planes, x.reshape(1, -1), torch.tensor(scale), torch.tensor(1 / scale), fmt, "both")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -101,7 +100,7 @@ def test_kernels_equal_references_for_every_dtype_and_shape(shape, dtype):
         check(quantize_colwise_t, x, fmt)
         check(quantize_colwise_t, x, fmt, rows)
         for planes in PLANES:
-            check(quantize_planes, x, SCALE, fmt, planes)
+            check(quantize_measured_planes, x, SCALE, 1 / SCALE, fmt, planes)
             check(quantize_tensorwise_planes, x, fmt, planes)
 
 
@@ -143,17 +142,12 @@ def test_delayed_equals_reference(shape, record, bad):
     x = matrix(*shape)
     x[-1, 7] = bad
     for start in (0.25, 1e30):
-        for planes in (None, *PLANES):
+        for planes in PLANES:
             slots = torch.full((3,), start), torch.full((3,), start, device="cuda")
             results = []
             for device, slot in zip(("cpu", "cuda"), slots, strict=True):
-                scale, scale_inv = SCALE.to(device), (1 / SCALE).to(device)
-                if planes is None:
-                    result = quantize_delayed(x.to(device), scale, scale_inv, slot[1], E4M3, record=record)
-                else:
-                    result = quantize_delayed_planes(
-                        x.to(device), scale, scale_inv, slot[1], E4M3, planes, record=record
-                    )
+                scales = SCALE.to(device), (1 / SCALE).to(device), slot[1]
+                result = quantize_delayed_planes(x.to(device), *scales, E4M3, planes, record=record)
                 results.append((*result, slot))
             assert_equal(*results)
 
@@ -221,7 +215,7 @@ def test_casts_replay_from_a_graph_as_they_run():
     def casts():
         return (
             *quantize_tensorwise_planes(x, E4M3, "both"),
-            *quantize_delayed(x, scale, 1 / scale, slot, E5M2, record=True),
+            *quantize_delayed_planes(x, scale, 1 / scale, slot, E5M2, "both", record=True),
             *quantize_rowwise(x, E4M3),
             *quantize_colwise_t(x, E4M3),
         )
@@ -245,7 +239,7 @@ def test_casts_never_wait_for_the_device_and_allocate_their_results_only():
 
     def casts():
         results = [quantize_tensorwise_planes(x, E4M3, planes) for planes in PLANES]
-        results.append(quantize_delayed(x, scale, scale, slot, E4M3, record=True))
+        results.append(quantize_delayed_planes(x, scale, scale, slot, E4M3, "row", record=True))
         results += [quantize_rowwise(x, E4M3, fold), quantize_colwise_t(x, E4M3)]
         results.append(transpose(results[0][0]))
         return results
@@ -295,7 +289,7 @@ def test_parts_of_many_matrices_cast_at_once_equal_reference_and_touch_nothing_e
                 rest = start, shape[1], block or (1, 1)
                 parts.append(CastPart(x.to(device)[start:end], memory.view(fmt.dtype), grid.to(device), *rest))
     cast = PartsCast(on_gpu, fmt)
-    assert cast.num_launches == 6
+    assert len(cast._launches) == 6
     PartsCast(on_cpu, fmt)()
     with host_waits() as waits:
         cast()

@@ -49,13 +49,13 @@ def _dequantize(x_fp8: Tensor, scale_inv: Tensor, cu_seqlens: Tensor | None, max
     return reference.dequantize(x_fp8, scale_inv, cu_seqlens, max_seqlen)
 
 
-_quantize_op, _QUANTIZE = register(
+_quantize_op = register(
     "attention_quantize(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "SymInt max_seqlen_q, SymInt max_seqlen_k, bool hadamard) -> (Tensor, Tensor, Tensor, Tensor)",
     _quantize,
     _fake_quantize,
 )
-_dequantize_op, _DEQUANTIZE = register(
+_dequantize_op = register(
     "attention_dequantize(Tensor x_fp8, Tensor scale_inv, Tensor? cu_seqlens, SymInt max_seqlen) -> Tensor",
     _dequantize,
     lambda x_fp8, scale_inv, cu_seqlens, max_seqlen: torch.empty(

@@ -1,7 +1,6 @@
 """The arithmetic of kernel.py, an element or a group at a time: random words, codes, scales, roots.
 
-PTX is true on NVIDIA's GPUs: blocks of ptx.py stand for the plain formulas beside them, which Triton's interpreter
-runs.
+PTX (ops/_device.py): blocks of ptx.py stand for the plain formulas beside them.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

@@ -10,40 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8_ds.ops._register import register
+from fp8_ds.ops._register import register_pair
 from fp8_ds.ops.align import reference
 
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-_FEW = 16
-"""Scales of which the kernel itself finds the largest."""
-
-
-def _kernel(x_fp8: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
-    if x_fp8.numel() == 0:
-        return reference.shift_transpose(x_fp8, scale_inv), scale_inv.new_ones(())
-    if x_fp8.is_cuda and scale_inv.shape[0] <= _FEW:
-        from fp8_ds.ops.align import triton  # the package is missing where there is no GPU
-
-        with torch.cuda.device_of(x_fp8):  # Triton launches on the current device
-            return triton.align(x_fp8, scale_inv)
-    ratio, largest = reference.ratios(scale_inv)
-    if not x_fp8.is_cuda:
-        return reference.shift_transpose(x_fp8, ratio), largest
-    from fp8_ds.ops.align import triton
-
-    with torch.cuda.device_of(x_fp8):
-        return triton.shift_transpose(x_fp8, ratio), largest
-
-
-_align, _LIBRARY = register(
+_align = register_pair(
     "align(Tensor x_fp8, Tensor scale_inv) -> (Tensor, Tensor)",
-    _kernel,
-    lambda x_fp8, scale_inv: (
-        x_fp8.new_empty((x_fp8.shape[1], x_fp8.shape[0])),
-        scale_inv.new_empty(()),
-    ),
+    reference,
+    lambda x_fp8, scale_inv: (x_fp8.new_empty((x_fp8.shape[1], x_fp8.shape[0])), scale_inv.new_empty(())),
 )
 
 

@@ -8,6 +8,13 @@ from torch import Tensor
 from fp8_ds.ops.transpose import reference
 
 
+def align(x_fp8: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
+    if x_fp8.numel() == 0:
+        return reference.transpose(x_fp8), scale_inv.new_ones(())
+    ratio, largest = ratios(scale_inv)
+    return shift_transpose(x_fp8, ratio), largest
+
+
 def ratios(scale_inv: Tensor) -> tuple[Tensor, Tensor]:
     """(each scale of [k] over the largest, the largest); 0 where that is."""
     largest = scale_inv.amax()
@@ -16,7 +23,7 @@ def ratios(scale_inv: Tensor) -> tuple[Tensor, Tensor]:
 
 def shift_transpose(x_fp8: Tensor, ratio: Tensor) -> Tensor:
     """Codes [T, C] times `ratio`, float32 [k], a power of two for T / k rows each, to nearest even; transposed."""
-    ratio = ratio.repeat_interleave(x_fp8.shape[0] // max(1, len(ratio)))
+    ratio = ratio.repeat_interleave(x_fp8.shape[0] // len(ratio))
     # FP8 codes and their products with powers of two are exact in bf16, as far down as an FP8 code can be told from 0.
     shifted = x_fp8.to(torch.bfloat16) * ratio.to(torch.bfloat16)[:, None]
     return reference.transpose(shifted.to(x_fp8.dtype))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fp8_ds.ops._device import decode, encode_four
 from fp8_ds.ops._launch import ceil_div, launch
+from fp8_ds.ops.align.reference import ratios
 from fp8_ds.ops.transpose.triton import (
     NUM_WARPS,
     VECTORS,
@@ -104,16 +105,19 @@ def align_kernel(
     )  # fmt: skip
 
 
-def shift_transpose(x_fp8: Tensor, ratio: Tensor) -> Tensor:
-    """As `reference.shift_transpose` of a ratio for each row, but for the sign of NaN; on CPU only under Triton's
-    interpreter."""
-    return _launch(x_fp8, ratio, ratio, ratio, is_given=True)
+_FEW = 16
+"""Scales of which the kernel itself finds the largest."""
 
 
 def align(x_fp8: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
-    """(as `shift_transpose` by `reference.ratios`, the largest) of a few scales, in one launch."""
-    largest = torch.empty((), dtype=torch.float32, device=x_fp8.device)
-    return _launch(x_fp8, scale_inv, scale_inv, largest, is_given=False), largest
+    """As `reference.align`, of some elements and but for the sign of NaN, in one launch if the scales are few; on CPU
+    only under Triton's interpreter."""
+    if len(scale_inv) <= _FEW:
+        largest = torch.empty((), dtype=torch.float32, device=x_fp8.device)
+        return _launch(x_fp8, scale_inv, scale_inv, largest, is_given=False), largest
+    ratio, largest = ratios(scale_inv)
+    ratio = ratio.repeat_interleave(len(x_fp8) // len(ratio))
+    return _launch(x_fp8, ratio, ratio, ratio, is_given=True), largest
 
 
 def _launch(x_fp8: Tensor, ratio: Tensor, scale_inv: Tensor, largest: Tensor, *, is_given: bool) -> Tensor:

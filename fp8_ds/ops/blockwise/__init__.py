@@ -12,14 +12,13 @@ transpose FP8-Flow (arXiv 2511.02302).
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8_ds.formats import BY_NAME, Float8Format
-from fp8_ds.ops._register import register
+from fp8_ds.ops._register import register_pair
 from fp8_ds.ops.blockwise import reference
 from fp8_ds.ops.blockwise.reference import BLOCK
 
@@ -38,7 +37,6 @@ PLANES: tuple[Planes, ...] = ("row", "col", "both")
 BLOCKS = ((1, BLOCK), (BLOCK, BLOCK))
 _HP_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_OF = {fmt.dtype: fmt.max for fmt in BY_NAME.values() if fmt.dtype is not None}
-_KEEP: list[torch.library.Library] = []
 
 
 class BlockwisePlanes(NamedTuple):
@@ -64,27 +62,6 @@ def num_blocks(size: int) -> int:
     return -(-size // BLOCK)
 
 
-def _triton() -> ModuleType:
-    try:
-        from fp8_ds.ops.blockwise import triton
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "triton":
-            raise
-        raise ImportError(
-            "triton: expected the package, which quantises blockwise on CUDA, got none. Install triton in the version "
-            "that your torch names."
-        ) from error
-    return triton
-
-
-def _quantize_kernel(
-    x: Tensor, dtype: torch.dtype, fp8_max: float, block_rows: int, row: bool, col: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    backend = _triton() if x.is_cuda else reference
-    result: tuple[Tensor, Tensor, Tensor, Tensor] = backend.quantize_blockwise(x, dtype, fp8_max, block_rows, row, col)
-    return result
-
-
 def empty_planes(x: Tensor, dtype: torch.dtype, block_rows: int, wanted: bool = True) -> tuple[Tensor, Tensor]:
     """A plane of the shape of `x` and its scale_inv, in the layouts that `BlockwisePlanes` states, not filled."""
     if not wanted:
@@ -96,51 +73,27 @@ def empty_planes(x: Tensor, dtype: torch.dtype, block_rows: int, wanted: bool = 
     return x_fp8, x.new_empty((num_blocks(num_rows), num_blocks(num_cols)), dtype=torch.float32)
 
 
-def _quantize_fake(
-    x: Tensor, dtype: torch.dtype, fp8_max: float, block_rows: int, row: bool, col: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return *empty_planes(x, dtype, block_rows, row), *empty_planes(x.t(), dtype, block_rows, col)
-
-
-def _transpose_kernel(x_fp8: Tensor, scale_inv: Tensor, fp8_max: float) -> tuple[Tensor, Tensor]:
-    backend = _triton() if x_fp8.is_cuda else reference
-    result: tuple[Tensor, Tensor] = backend.transpose_blockwise(x_fp8, scale_inv, fp8_max)
-    return result
-
-
-def _transpose_fake(x_fp8: Tensor, scale_inv: Tensor, fp8_max: float) -> tuple[Tensor, Tensor]:
-    return empty_planes(x_fp8.t(), x_fp8.dtype, 1)
-
-
-def _block_amax_kernel(x: Tensor, start: int, num_rows: int, num_cols: int, block_rows: int) -> Tensor:
-    backend = _triton() if x.is_cuda else reference
-    amax: Tensor = backend.block_amax(x, start, num_rows, num_cols, block_rows)
-    return amax
-
-
-def _block_amax_fake(x: Tensor, start: int, num_rows: int, num_cols: int, block_rows: int) -> Tensor:
-    return x.new_empty((-(-num_rows // block_rows), num_blocks(num_cols)), dtype=torch.float32)
-
-
-_quantize, _handle = register(
+_quantize = register_pair(
     "quantize_blockwise(Tensor x, ScalarType dtype, float fp8_max, int block_rows, bool row, bool col) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
-    _quantize_kernel,
-    _quantize_fake,
+    reference,
+    lambda x, dtype, fp8_max, block_rows, row, col: (
+        *empty_planes(x, dtype, block_rows, row),
+        *empty_planes(x.t(), dtype, block_rows, col),
+    ),
 )
-_KEEP.append(_handle)
-_transpose, _handle = register(
+_transpose = register_pair(
     "transpose_blockwise(Tensor x_fp8, Tensor scale_inv, float fp8_max) -> (Tensor, Tensor)",
-    _transpose_kernel,
-    _transpose_fake,
+    reference,
+    lambda x_fp8, scale_inv, fp8_max: empty_planes(x_fp8.t(), x_fp8.dtype, 1),
 )
-_KEEP.append(_handle)
-_block_amax, _handle = register(
+_block_amax = register_pair(
     "block_amax(Tensor x, SymInt start, SymInt num_rows, SymInt num_cols, int block_rows) -> Tensor",
-    _block_amax_kernel,
-    _block_amax_fake,
+    reference,
+    lambda x, start, num_rows, num_cols, block_rows: x.new_empty(
+        (-(-num_rows // block_rows), num_blocks(num_cols)), dtype=torch.float32
+    ),
 )
-_KEEP.append(_handle)
 
 
 def _check_block(block: tuple[int, int]) -> None:
@@ -227,10 +180,8 @@ def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
     Returns:
         float32 [ceil(R / block[0]), ceil(C / 128)], contiguous; NaN or infinity where the block holds one.
     """
-    _check_block(block)
     _check_hp("x", x, 2)
-    amax: Tensor = _block_amax(x, 0, x.shape[0], x.shape[1], block[0])
-    return amax
+    return shard_block_amax(x.reshape(-1), 0, (x.shape[0], x.shape[1]), block)
 
 
 def shard_block_amax(shard: Tensor, start: int, shape: tuple[int, int], block: tuple[int, int]) -> Tensor:

@@ -1,10 +1,4 @@
-"""The device code of `triton`; the same bits as `reference`.
-
-Tiles, and how they are transposed: ops/_tiles.py.
-
-PTX is true on NVIDIA's GPUs, where a conversion is one instruction for two elements; the plain formula beside it is run
-by Triton's interpreter, whose own cast to FP8 does not carry into the exponent, and by other GPUs.
-"""
+"""The device code of `triton`; the same bits as `reference`. Tiles, and how they are transposed: ops/_tiles.py."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations

@@ -62,6 +62,8 @@ def scale_from_amax(amax: Tensor, fp8_max: float) -> tuple[Tensor, Tensor]:
 
 def block_amax(x: Tensor, start: int, num_rows: int, num_cols: int, block_rows: int) -> Tensor:
     """Largest magnitudes of the blocks of a [num_rows, num_cols] matrix that is 0 but for elements from `start` on."""
+    if x.numel() == 0:
+        return x.new_zeros((-(-num_rows // block_rows), -(-num_cols // BLOCK)), dtype=torch.float32)
     whole = x.new_zeros(num_rows * num_cols)
     whole[start : start + x.numel()] = x.reshape(-1)
     amax = _blocks(whole.view(num_rows, num_cols), block_rows).abs().amax((1, 3)).to(torch.float32)

@@ -1,11 +1,13 @@
-"""Blockwise quantisation by Triton kernels; the same bits as `reference`, one launch per call."""
+"""Blockwise quantisation by Triton kernels; the same bits as `reference`, one launch per call, of some elements.
+
+On CPU these run under Triton's interpreter only.
+"""
 
 from __future__ import annotations
 
 import struct
 
 import torch
-import triton
 from torch import Tensor
 
 from fp8_ds.ops._launch import ceil_div, launch
@@ -14,6 +16,7 @@ from fp8_ds.ops.blockwise import empty_planes, num_blocks
 from fp8_ds.ops.blockwise.kernel import block_amax_kernel, quantize_kernel, transpose_kernel
 from fp8_ds.ops.blockwise.pairs_kernel import quantize_pairs_kernel
 from fp8_ds.ops.blockwise.reference import BLOCK
+from fp8_ds.ops.transpose.triton import runs_ptx
 
 WARPS = {"row": 2, "tile": 4, "amax": 8}
 """Per program, by what it makes. 16 elements a thread and row are one vector of FP8: 4 warps hold a 128x128 tile in 128
@@ -25,16 +28,6 @@ _TILE_REGISTERS = 168
 _ROW_QUARTER = 8
 _TILE_QUARTER = BLOCK // 4
 _AMAX_ROWS = 32
-
-
-def _check_device(x: Tensor) -> bool:
-    """Whether PTX runs there. On CPU there is only the interpreter."""
-    if not x.is_cuda and not triton.knobs.runtime.interpret:
-        raise ValueError(
-            f"x: expected a CUDA tensor, got one on {x.device}. Call the op of the package, or set TRITON_INTERPRET=1 "
-            "before triton is imported."
-        )
-    return x.is_cuda and torch.version.hip is None
 
 
 def _has_pairs(x: Tensor) -> bool:
@@ -52,16 +45,14 @@ def _bits(number: float) -> int:
 def quantize_blockwise(
     x: Tensor, dtype: torch.dtype, fp8_max: float, block_rows: int, row: bool, col: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `reference.quantize_blockwise`; on CUDA, or on CPU under Triton's interpreter."""
-    ptx = _check_device(x)
+    """As `reference.quantize_blockwise`."""
+    ptx = runs_ptx(x)
     if x.stride(1) != 1:
         x = x.contiguous()
     num_rows, num_cols = x.shape
     square = block_rows > 1
     x_fp8, scale_inv = empty_planes(x, dtype, block_rows, row)
     x_fp8_t, scale_inv_t = empty_planes(x.t(), dtype, block_rows, col)
-    if x.numel() == 0:
-        return x_fp8, scale_inv, x_fp8_t, scale_inv_t
     kind, quarter = ("tile", _TILE_QUARTER) if square or col else ("row", _ROW_QUARTER)
     words = as_words(x_fp8_t) if col else None
     options = {"maxnreg": _TILE_REGISTERS} if ptx and kind == "tile" else {}
@@ -112,12 +103,9 @@ def quantize_blockwise(
 
 def transpose_blockwise(x_fp8: Tensor, scale_inv: Tensor, fp8_max: float) -> tuple[Tensor, Tensor]:
     """As `reference.transpose_blockwise`; `fp8_max` follows from the dtype here."""
-    ptx = _check_device(x_fp8)
     x_fp8 = x_fp8.contiguous()
     num_rows, num_cols = x_fp8.shape
     x_fp8_t, scale_inv_t = empty_planes(x_fp8.t(), x_fp8.dtype, 1)
-    if x_fp8.numel() == 0:
-        return x_fp8_t, scale_inv_t
     words = as_words(x_fp8_t)
     launch(
         transpose_kernel,
@@ -133,7 +121,7 @@ def transpose_blockwise(x_fp8: Tensor, scale_inv: Tensor, fp8_max: float) -> tup
         EVEN=is_even(num_rows, num_cols, _TILE_QUARTER),
         WORDS=words.dtype == torch.int32,
         IS_E4M3=x_fp8.dtype == torch.float8_e4m3fn,
-        PTX=ptx,
+        PTX=runs_ptx(x_fp8),
         num_warps=WARPS["tile"],
     )
     return x_fp8_t, scale_inv_t
@@ -141,12 +129,9 @@ def transpose_blockwise(x_fp8: Tensor, scale_inv: Tensor, fp8_max: float) -> tup
 
 def block_amax(x: Tensor, start: int, num_rows: int, num_cols: int, block_rows: int) -> Tensor:
     """As `reference.block_amax`; only tiles that hold a part of the shard are read."""
-    _check_device(x)
     x = x.contiguous()
     square = block_rows > 1
     amax = x.new_zeros((-(-num_rows // block_rows), num_blocks(num_cols)), dtype=torch.float32)
-    if x.numel() == 0:
-        return amax
     tile_rows = BLOCK if square else _AMAX_ROWS
     first_tile = start // num_cols // tile_rows
     last_tile = (start + x.numel() - 1) // num_cols // tile_rows

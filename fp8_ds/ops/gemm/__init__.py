@@ -44,34 +44,35 @@ def _kernel(
     return torch_backend.scaled_mm(a, b, scale_inv_a, scale_inv_b, out_dtype, fast)
 
 
-def _fake(
-    a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, out_dtype: torch.dtype, fast: bool, backend: str
-) -> Tensor:
-    return torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
-
-
-_scaled_mm, _LIBRARY = register(
+_scaled_mm = register(
     "scaled_mm(Tensor a, Tensor b, Tensor scale_inv_a, Tensor scale_inv_b, ScalarType out_dtype, bool fast, "
     "str backend) -> Tensor",
     _kernel,
-    _fake,
+    lambda a, b, scale_inv_a, scale_inv_b, out_dtype, fast, backend: torch.empty(
+        a.shape[0], b.shape[0], dtype=out_dtype, device=a.device
+    ),
 )
 
 
-def check_arguments(a_fp8: Tensor, b_fp8: Tensor, out_dtype: torch.dtype, backend: str) -> None:
-    """Refuses operands, result and backend that no product of this package takes."""
+def check_dtypes(a_fp8: Tensor, b_fp8: Tensor, out_dtype: torch.dtype) -> None:
+    """Refuses operands and a result that no product takes."""
     if a_fp8.dtype not in _FP8_DTYPES or b_fp8.dtype not in _FP8_DTYPES or a_fp8.dtype == b_fp8.dtype == _FP8_DTYPES[1]:
         raise ValueError(
             f"a_fp8, b_fp8: expected float8_e4m3fn with float8_e4m3fn or float8_e5m2, got {a_fp8.dtype} and "
             f"{b_fp8.dtype}. Quantise one operand to E4M3."
         )
+    if out_dtype not in _OUT_DTYPES:
+        raise ValueError(f"out_dtype: expected bfloat16, float16 or float32, got {out_dtype}. Use one of these.")
+
+
+def check_arguments(a_fp8: Tensor, b_fp8: Tensor, out_dtype: torch.dtype, backend: str) -> None:
+    """Refuses operands, result and backend that no product of this package takes."""
+    check_dtypes(a_fp8, b_fp8, out_dtype)
     if a_fp8.dim() != 2 or b_fp8.dim() != 2 or a_fp8.shape[1] != b_fp8.shape[1]:
         raise ValueError(
             f"a_fp8, b_fp8: expected [M, K] and [N, K], got {tuple(a_fp8.shape)} and {tuple(b_fp8.shape)}. "
             "Both operands are given with the contracted dim last."
         )
-    if out_dtype not in _OUT_DTYPES:
-        raise ValueError(f"out_dtype: expected bfloat16, float16 or float32, got {out_dtype}. Use one of these.")
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}. Use one of these.")
 

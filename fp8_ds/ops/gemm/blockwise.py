@@ -103,17 +103,13 @@ def _kernel(
     return _torch_scaled_mm(a, b, scale_inv_a, scale_inv_b, out_dtype)
 
 
-def _fake(
-    a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, out_dtype: torch.dtype, backend: str
-) -> Tensor:
-    return torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
-
-
-_scaled_mm, _LIBRARY = register(
+_scaled_mm = register(
     "scaled_mm_blockwise(Tensor a, Tensor b, Tensor scale_inv_a, Tensor scale_inv_b, ScalarType out_dtype, "
     "str backend) -> Tensor",
     _kernel,
-    _fake,
+    lambda a, b, scale_inv_a, scale_inv_b, out_dtype, backend: torch.empty(
+        a.shape[0], b.shape[0], dtype=out_dtype, device=a.device
+    ),
 )
 
 

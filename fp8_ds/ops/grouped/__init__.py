@@ -20,91 +20,64 @@ are those of `ops/gemm` up to the order of their sums.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from fp8_ds.ops._register import register
+from fp8_ds.ops._register import register_pair
+from fp8_ds.ops.gemm import check_dtypes
 from fp8_ds.ops.grouped import reference
-from fp8_ds.ops.grouped.layout import num_columns
+from fp8_ds.ops.grouped.reference import num_columns
 
 ALIGNMENT = 16
 """Sizes along which operands are read are multiples of this: the copy engine's rows begin at multiples of 16 bytes."""
-_FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def can_run(device: torch.device) -> bool:
     """Whether there are kernels for it."""
-    is_nvidia = device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available()
-    if not is_nvidia:
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return False
     capability = torch.cuda.get_device_capability(device)
     return capability >= (9, 0) and capability[0] != 12
 
 
-def _rows_kernel(
-    a: Tensor, b: Tensor, ends: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, out_dtype: torch.dtype, fast: bool
-) -> Tensor:
-    if a.is_cuda:
-        from fp8_ds.ops.grouped import triton  # the package is missing where there is no GPU
-
-        with torch.cuda.device_of(a):  # Triton launches on the current device
-            return triton.rows_by_matrices(a, b, ends, scale_inv_a, scale_inv_b, out_dtype, fast)
-    # The dispatcher skips autocast at our op, not inside it.
-    with torch.autocast(a.device.type, enabled=False):
-        return reference.rows_by_matrices(a, b, ends, scale_inv_a, scale_inv_b, out_dtype)
+def _takes_kernel(x: Tensor, *_: Any) -> bool:
+    """Without elements, too: the reference waits for the host."""
+    return x.is_cuda
 
 
-def _columns_kernel(x: Tensor, ends: Tensor) -> Tensor:
-    if x.is_cuda:
-        from fp8_ds.ops.grouped import triton
-
-        with torch.cuda.device_of(x):
-            return triton.columns(x, ends)
-    return reference.columns(x, ends)
-
-
-def _matrices_kernel(
-    a_t: Tensor, b_t: Tensor, ends: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, out_dtype: torch.dtype, fast: bool
-) -> Tensor:
-    if a_t.is_cuda:
-        from fp8_ds.ops.grouped import triton
-
-        with torch.cuda.device_of(a_t):
-            return triton.columns_by_columns(a_t, b_t, ends, scale_inv_a, scale_inv_b, out_dtype, fast)
-    with torch.autocast(a_t.device.type, enabled=False):
-        return reference.columns_by_columns(a_t, b_t, ends, scale_inv_a, scale_inv_b, out_dtype)
-
-
-_rows, _ROWS = register(
+_rows = register_pair(
     "grouped_rows_by_matrices(Tensor a, Tensor b, Tensor ends, Tensor scale_inv_a, Tensor scale_inv_b, "
     "ScalarType out_dtype, bool fast) -> Tensor",
-    _rows_kernel,
+    reference,
     lambda a, b, ends, scale_inv_a, scale_inv_b, out_dtype, fast: a.new_empty(
         (a.shape[0], b.shape[1]), dtype=out_dtype
     ),
+    function="rows_by_matrices",
+    takes_kernel=_takes_kernel,
 )
-_columns, _COLUMNS = register(
+_columns = register_pair(
     "grouped_columns(Tensor x, Tensor ends) -> Tensor",
-    _columns_kernel,
+    reference,
     lambda x, ends: x.new_empty((x.shape[1], num_columns(x.shape[0], ends.shape[0]))),
+    function="columns",
+    takes_kernel=_takes_kernel,
 )
-_matrices, _MATRICES = register(
+_matrices = register_pair(
     "grouped_columns_by_columns(Tensor a_t, Tensor b_t, Tensor ends, Tensor scale_inv_a, Tensor scale_inv_b, "
     "ScalarType out_dtype, bool fast) -> Tensor",
-    _matrices_kernel,
+    reference,
     lambda a_t, b_t, ends, scale_inv_a, scale_inv_b, out_dtype, fast: a_t.new_empty(
         (ends.shape[0], a_t.shape[0], b_t.shape[0]), dtype=out_dtype
     ),
+    function="columns_by_columns",
+    takes_kernel=_takes_kernel,
 )
 
 
 def _check(a: Tensor, b: Tensor, ends: Tensor, scales: tuple[Tensor, Tensor], out_dtype: torch.dtype) -> None:
-    if a.dtype not in _FP8_DTYPES or b.dtype not in _FP8_DTYPES or a.dtype == b.dtype == _FP8_DTYPES[1]:
-        raise ValueError(
-            f"a, b: expected float8_e4m3fn with float8_e4m3fn or float8_e5m2, got {a.dtype} and {b.dtype}. Quantise "
-            "one operand to E4M3."
-        )
+    check_dtypes(a, b, out_dtype)
     if not a.is_contiguous() or not b.is_contiguous() or a.shape[-1] != b.shape[-1] or a.shape[-1] % ALIGNMENT:
         raise ValueError(
             f"a, b: expected contiguous operands with the contracted dim last, a multiple of {ALIGNMENT}, got "
@@ -116,8 +89,6 @@ def _check(a: Tensor, b: Tensor, ends: Tensor, scales: tuple[Tensor, Tensor], ou
             f"scale_inv_a, scale_inv_b: expected float32, 0-dim, got {[(s.dtype, tuple(s.shape)) for s in scales]}. "
             "All groups have one scale."
         )
-    if out_dtype not in _OUT_DTYPES:
-        raise ValueError(f"out_dtype: expected bfloat16, float16 or float32, got {out_dtype}. Use one of these.")
     _check_ends(ends)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fp8_ds.ops.grouped.layout import GROUP_BLOCK
+from fp8_ds.ops.grouped.reference import GROUP_BLOCK
 from fp8_ds.ops.transpose.triton import four_rows, store_columns
 
 _BLOCK = tl.constexpr(GROUP_BLOCK)

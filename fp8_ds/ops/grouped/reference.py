@@ -7,7 +7,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fp8_ds.ops.grouped.layout import GROUP_BLOCK, num_columns
+GROUP_BLOCK = 128
+"""Columns of a group start at a multiple of this, with zeros behind them: a tile along which a product contracts
+belongs to one group, and has no mask."""
+
+
+def num_columns(num_rows: int, num_groups: int) -> int:
+    """Q: a number that groups of altogether `num_rows` rows have at most, whichever row is whose."""
+    most = num_rows + (GROUP_BLOCK - 1) * min(num_groups, num_rows)
+    return most // GROUP_BLOCK * GROUP_BLOCK if num_groups else 0
 
 
 def _rows(ends: Tensor) -> Iterator[tuple[int, slice]]:
@@ -18,7 +26,13 @@ def _rows(ends: Tensor) -> Iterator[tuple[int, slice]]:
 
 
 def rows_by_matrices(
-    a: Tensor, b: Tensor, ends: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, out_dtype: torch.dtype
+    a: Tensor,
+    b: Tensor,
+    ends: Tensor,
+    scale_inv_a: Tensor,
+    scale_inv_b: Tensor,
+    out_dtype: torch.dtype,
+    fast: bool = False,
 ) -> Tensor:
     """[P, N]."""
     # On CUDA, TF32 must be off (torch's default) for this to be a reference.
@@ -40,7 +54,13 @@ def columns(x: Tensor, ends: Tensor) -> Tensor:
 
 
 def columns_by_columns(
-    a_t: Tensor, b_t: Tensor, ends: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, out_dtype: torch.dtype
+    a_t: Tensor,
+    b_t: Tensor,
+    ends: Tensor,
+    scale_inv_a: Tensor,
+    scale_inv_b: Tensor,
+    out_dtype: torch.dtype,
+    fast: bool = False,
 ) -> Tensor:
     """[E, N, K]."""
     output = torch.zeros(len(ends), a_t.shape[0], b_t.shape[0], dtype=torch.float32, device=a_t.device)

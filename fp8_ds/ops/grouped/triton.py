@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fp8_ds.ops._launch import ceil_div, launch, num_processors
 from fp8_ds.ops.grouped import kernel
-from fp8_ds.ops.grouped.layout import GROUP_BLOCK, num_columns
+from fp8_ds.ops.grouped.reference import GROUP_BLOCK, num_columns
 from fp8_ds.ops.transpose.triton import NUM_WARPS, VECTORS, WORDS, runs_ptx
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8_ds.formats import E4M3
-from fp8_ds.ops._register import register
+from fp8_ds.ops._register import register_pair
 from fp8_ds.ops.blockwise import BLOCK, num_blocks, quantize_blockwise
 from fp8_ds.ops.groupwise import reference
 
@@ -21,17 +21,9 @@ GROUP = BLOCK
 """Elements that share a scale."""
 
 
-def _kernel(x_fp8: Tensor, scale_inv: Tensor) -> Tensor:
-    if x_fp8.is_cuda and x_fp8.numel() > 0:
-        from fp8_ds.ops.groupwise import triton  # the package is missing where there is no GPU
-
-        return triton.dequantize_groupwise(x_fp8, scale_inv)
-    return reference.dequantize_groupwise(x_fp8, scale_inv)
-
-
-_dequantize, _LIBRARY = register(
+_dequantize = register_pair(
     "dequantize_groupwise(Tensor x_fp8, Tensor scale_inv) -> Tensor",
-    _kernel,
+    reference,
     lambda x_fp8, scale_inv: torch.empty_like(x_fp8, dtype=torch.bfloat16),
 )
 

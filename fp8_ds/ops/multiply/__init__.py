@@ -27,7 +27,7 @@ def _kernel(x: Tensor, factor: Tensor) -> None:
     return reference.multiply_(x, factor)
 
 
-_multiply, _LIBRARY = register(
+_multiply = register(
     "multiply(Tensor(a!) x, Tensor factor) -> ()",
     _kernel,
     lambda x, factor: None,

@@ -1,7 +1,7 @@
 """High precision to FP8: `x_fp8 = cast(x * scale)`, saturating; `x ~ x_fp8 * scale_inv`.
 
 Infinities saturate in the cast, as in the hardware's saturating conversion. Where the amax is at hand (all but
-`quantize` and `quantize_planes`) a non-finite input therefore makes scale_inv NaN, and so everything that is
+`quantize` and `quantize_part`) a non-finite input therefore makes scale_inv NaN, and so everything that is
 de-quantised with it. NaN stays NaN; its sign is not kept.
 
 Hopper's FP8 GEMM contracts the last dim of both operands, so one matrix is wanted in two layouts by the GEMMs of a
@@ -13,16 +13,109 @@ matrix's shape in their arguments allow: tensors that are not contiguous or floa
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from fp8_ds.formats import Float8Format
-from fp8_ds.ops.quantize import _ops
+from fp8_ds.ops._register import is_on_cuda, register, register_pair
+from fp8_ds.ops.quantize import reference
 
 Planes = Literal["row", "col", "both"]
 PLANES: tuple[Planes, ...] = ("row", "col", "both")
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _scalar(x: Tensor) -> Tensor:
+    return torch.empty((), dtype=torch.float32, device=x.device)
+
+
+def _fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype)
+
+
+def _fp8_t(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.new_empty((x.shape[1], x.shape[0]), dtype=dtype)
+
+
+def _fp8_planes(x: Tensor, dtype: torch.dtype, planes: str) -> tuple[Tensor, Tensor]:
+    """An op returns an empty tensor for a plane that it does not make."""
+    none = x.new_empty(0, dtype=dtype)
+    return none if planes == "col" else _fp8(x, dtype), none if planes == "row" else _fp8_t(x, dtype)
+
+
+def _takes_kernel(x: Tensor, *_: Any) -> bool:
+    return is_on_cuda(x) and x.is_contiguous() and x.dtype in KERNEL_DTYPES
+
+
+def _op(schema: str, fake: Callable[..., Any]) -> Any:
+    return register_pair(schema, reference, fake, takes_kernel=_takes_kernel)
+
+
+_amax = _op("amax(Tensor x) -> Tensor", _scalar)
+_record_amax = _op("record_amax(Tensor x, Tensor(a!) amax_local) -> ()", lambda x, amax_local: None)
+_quantize = register_pair(
+    "quantize(Tensor x, Tensor scale, ScalarType dtype, float fp8_max) -> Tensor",
+    reference,
+    lambda x, scale, dtype, fp8_max: _fp8(x, dtype),
+    takes_kernel=lambda x, scale, *_: _takes_kernel(x) and scale.dim() == 0,
+)
+_quantize_part = _op(
+    "quantize_part(Tensor x, Tensor grid, SymInt start, SymInt num_cols, SymInt block_rows, SymInt block_cols, "
+    "ScalarType dtype, float fp8_max) -> Tensor",
+    lambda x, grid, start, num_cols, block_rows, block_cols, dtype, fp8_max: _fp8(x, dtype),
+)
+_quantize_parts = register_pair(
+    "quantize_parts(Tensor table, Tensor program_parts, Tensor[] xs, Tensor(a!)[] outs, Tensor[] grids, int[] cuts, "
+    "bool has_one_scale, bool is_vector, float fp8_max) -> ()",
+    reference,
+    lambda *_: None,
+)
+_quantize_tensorwise = _op(
+    "quantize_tensorwise(Tensor x, ScalarType dtype, float fp8_max) -> (Tensor, Tensor)",
+    lambda x, dtype, fp8_max: (_fp8(x, dtype), _scalar(x)),
+)
+_quantize_tensor_pow2 = _op(
+    "quantize_tensor_pow2(Tensor x, ScalarType dtype, float fp8_max) -> (Tensor, Tensor)",
+    lambda x, dtype, fp8_max: (_fp8(x, dtype), _scalar(x)),
+)
+_quantize_tensorwise_planes = _op(
+    "quantize_tensorwise_planes(Tensor x, ScalarType dtype, float fp8_max, str planes) -> (Tensor, Tensor, Tensor)",
+    lambda x, dtype, fp8_max, planes: (*_fp8_planes(x, dtype, planes), _scalar(x)),
+)
+_quantize_delayed_planes = _op(
+    "quantize_delayed_planes(Tensor x, Tensor scale, Tensor scale_inv, Tensor(a!) amax_local, bool record, "
+    "ScalarType dtype, float fp8_max, str planes) -> (Tensor, Tensor, Tensor)",
+    lambda x, scale, scale_inv, amax_local, record, dtype, fp8_max, planes: (
+        *_fp8_planes(x, dtype, planes),
+        _scalar(x),
+    ),
+)
+_quantize_rowwise = _op(
+    "quantize_rowwise(Tensor x, Tensor? fold, ScalarType dtype, float fp8_max) -> (Tensor, Tensor)",
+    lambda x, fold, dtype, fp8_max: (_fp8(x, dtype), x.new_empty((x.shape[0], 1), dtype=torch.float32)),
+)
+_quantize_colwise_t = _op(
+    "quantize_colwise_t(Tensor x, Tensor? fold, ScalarType dtype, float fp8_max) -> (Tensor, Tensor)",
+    lambda x, fold, dtype, fp8_max: (_fp8_t(x, dtype), x.new_empty((x.shape[1], 1), dtype=torch.float32)),
+)
+
+
+def _measured_planes(
+    x: Tensor, scale: Tensor, scale_inv: Tensor, dtype: torch.dtype, fp8_max: float, planes: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    amax_local = torch.zeros((), dtype=torch.float32, device=x.device)
+    return (*_quantize_delayed_planes(x, scale, scale_inv, amax_local, True, dtype, fp8_max, planes), amax_local)
+
+
+_quantize_measured_planes = register(
+    "quantize_measured_planes(Tensor x, Tensor scale, Tensor scale_inv, ScalarType dtype, float fp8_max, "
+    "str planes) -> (Tensor, Tensor, Tensor, Tensor)",
+    _measured_planes,
+    lambda x, scale, scale_inv, dtype, fp8_max, planes: (*_fp8_planes(x, dtype, planes), _scalar(x), _scalar(x)),
+)
 
 
 def _check_scale(scale: Tensor) -> None:
@@ -31,7 +124,7 @@ def _check_scale(scale: Tensor) -> None:
 
 
 def _check_matrix(x: Tensor) -> None:
-    if x.dim() != 2 or not x.is_contiguous() or x.dtype not in _ops.KERNEL_DTYPES:
+    if x.dim() != 2 or not x.is_contiguous() or x.dtype not in KERNEL_DTYPES:
         raise ValueError(
             f"x: expected a contiguous matrix in bfloat16, float16 or float32, got {x.dtype} {tuple(x.shape)} with "
             f"strides {x.stride()}. Call contiguous() or to() first."
@@ -62,7 +155,6 @@ def _check_planes(planes: str) -> None:
 
 
 def _named(row_plane: Tensor, col_plane: Tensor, planes: str) -> tuple[Tensor | None, Tensor | None]:
-    """An op returns an empty tensor for a plane that it does not make."""
     return None if planes == "col" else row_plane, None if planes == "row" else col_plane
 
 
@@ -75,7 +167,7 @@ def amax(x: Tensor) -> Tensor:
     Returns:
         float32, 0-dim; 0 for an empty tensor; NaN or infinity if `x` holds one.
     """
-    measured: Tensor = _ops.amax(x)
+    measured: Tensor = _amax(x)
     return measured
 
 
@@ -93,7 +185,7 @@ def quantize(x: Tensor, scale: Tensor, fmt: Float8Format) -> Tensor:
         `fmt.dtype`, shape of `x`. Values beyond +-fmt.max (infinities too) become +-fmt.max; NaN stays NaN.
     """
     _check_scale(scale)
-    x_fp8: Tensor = _ops.quantize(x, scale, fmt.torch_dtype, fmt.max)
+    x_fp8: Tensor = _quantize(x, scale, fmt.torch_dtype, fmt.max)
     return x_fp8
 
 
@@ -128,7 +220,7 @@ def quantize_part(
             f"grid: expected float32 with at least {expected[0]} rows of {expected[1]}, contiguous, got "
             f"{tuple(grid.shape)} with strides {grid.stride()}. Pass the scales of the whole matrix."
         )
-    x_fp8: Tensor = _ops.quantize_part(x, grid, start, num_cols, *block, fmt.torch_dtype, fmt.max)
+    x_fp8: Tensor = _quantize_part(x, grid, start, num_cols, *block, fmt.torch_dtype, fmt.max)
     return x_fp8
 
 
@@ -143,7 +235,7 @@ def quantize_tensorwise(x: Tensor, fmt: Float8Format) -> tuple[Tensor, Tensor]:
         (x_fp8, scale_inv): `fmt.dtype` of the shape of `x`; float32, 0-dim, multiply to leave FP8, NaN if `x` holds a
         NaN or an infinity.
     """
-    result: tuple[Tensor, Tensor] = _ops.quantize_tensorwise(x, fmt.torch_dtype, fmt.max)
+    result: tuple[Tensor, Tensor] = _quantize_tensorwise(x, fmt.torch_dtype, fmt.max)
     return result
 
 
@@ -157,57 +249,13 @@ def quantize_tensor_pow2(x: Tensor, fmt: Float8Format) -> tuple[Tensor, Tensor]:
     Returns:
         (x_fp8, scale_inv): as in `quantize_tensorwise`, but of zeros alone scale_inv is 2**-126.
     """
-    result: tuple[Tensor, Tensor] = _ops.quantize_tensor_pow2(x, fmt.torch_dtype, fmt.max)
-    return result
-
-
-def quantize_delayed(
-    x: Tensor, scale: Tensor, scale_inv: Tensor, amax_local: Tensor, fmt: Float8Format, *, record: bool
-) -> tuple[Tensor, Tensor]:
-    """`x` in FP8 by a scale of the past; its amax is maximumed into `amax_local` if `record`.
-
-    Args:
-        x: bf16, fp16 or fp32, any shape.
-        scale: float32, 0-dim; multiply to enter FP8.
-        scale_inv: float32, 0-dim; its inverse.
-        amax_local: float32, 0-dim, changed in place: a view of the slot in `AmaxHistory.amax_local`.
-        fmt: E4M3 or E5M2.
-        record: whether this use counts (training), or only reads the scale (evaluation).
-
-    Returns:
-        (x_fp8, scale_inv): as in `quantize_tensorwise`; the scale_inv is the one given, or NaN if `x` is not finite.
-    """
-    _check_scale(scale)
-    dtype = fmt.torch_dtype
-    result: tuple[Tensor, Tensor] = _ops.quantize_delayed(x, scale, scale_inv, amax_local, record, dtype, fmt.max)
+    result: tuple[Tensor, Tensor] = _quantize_tensor_pow2(x, fmt.torch_dtype, fmt.max)
     return result
 
 
 def record_amax(x: Tensor, amax_local: Tensor) -> None:
     """The amax of `x` is maximumed into `amax_local` (float32, 0-dim), and nothing else happens."""
-    _ops.record_amax(x, amax_local)
-
-
-def quantize_planes(x: Tensor, scale: Tensor, fmt: Float8Format, planes: Planes) -> tuple[Tensor | None, Tensor | None]:
-    """`quantize` in one or both layouts, in one read of `x`.
-
-    Args:
-        x: bf16, fp16 or fp32, [T, C], contiguous. Fast where T and C are multiples of 16.
-        scale: float32, 0-dim, same device; multiply to enter FP8.
-        fmt: E4M3 or E5M2.
-        planes: "row", "col" or "both".
-
-    Returns:
-        (x_fp8, x_fp8_t): `fmt.dtype`, contiguous, [T, C] and [C, T]; None for the one that `planes` does not name.
-
-    Raises:
-        ValueError: arguments other than these.
-    """
-    _check_matrix(x)
-    _check_scalar("scale", scale)
-    _check_planes(planes)
-    row_plane, col_plane = _ops.quantize_planes(x, scale, fmt.torch_dtype, fmt.max, planes)
-    return _named(row_plane, col_plane, planes)
+    _record_amax(x, amax_local)
 
 
 def quantize_tensorwise_planes(
@@ -215,17 +263,21 @@ def quantize_tensorwise_planes(
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """`quantize_tensorwise` in one or both layouts: two reads of `x`, one for its amax.
 
-    Args: as in `quantize_planes`.
+    Args:
+        x: bf16, fp16 or fp32, [T, C], contiguous. Fast where T and C are multiples of 16.
+        fmt: E4M3 or E5M2.
+        planes: "row", "col" or "both".
 
     Returns:
-        (x_fp8, x_fp8_t, scale_inv): the planes as in `quantize_planes`; scale_inv as in `quantize_tensorwise`.
+        (x_fp8, x_fp8_t, scale_inv): `fmt.dtype`, contiguous, [T, C] and [C, T], None for the one that `planes` does not
+        name; scale_inv as in `quantize_tensorwise`.
 
     Raises:
         ValueError: arguments other than these.
     """
     _check_matrix(x)
     _check_planes(planes)
-    row_plane, col_plane, scale_inv = _ops.quantize_tensorwise_planes(x, fmt.torch_dtype, fmt.max, planes)
+    row_plane, col_plane, scale_inv = _quantize_tensorwise_planes(x, fmt.torch_dtype, fmt.max, planes)
     return (*_named(row_plane, col_plane, planes), scale_inv)
 
 
@@ -239,12 +291,16 @@ def quantize_delayed_planes(
     *,
     record: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """`quantize_delayed` in one or both layouts, in one read of `x`.
+    """`x` in one or both layouts by a scale of the past; its amax is maximumed into `amax_local` if `record`.
 
-    Args: as in `quantize_delayed` and `quantize_planes`.
+    Args: as in `quantize_tensorwise_planes`, and
+        scale: float32, 0-dim; multiply to enter FP8.
+        scale_inv: float32, 0-dim; its inverse.
+        amax_local: float32, 0-dim, changed in place: a view of the slot in `AmaxHistory.amax_local`.
+        record: whether this use counts (training), or only reads the scale (evaluation).
 
     Returns:
-        (x_fp8, x_fp8_t, scale_inv): the planes as in `quantize_planes`; scale_inv as in `quantize_delayed`.
+        (x_fp8, x_fp8_t, scale_inv): as there; the scale_inv is the one given, or NaN if `x` is not finite.
 
     Raises:
         ValueError: arguments other than these.
@@ -252,7 +308,7 @@ def quantize_delayed_planes(
     _check_matrix(x)
     _check_scalar("scale", scale)
     _check_planes(planes)
-    row_plane, col_plane, scale_inv = _ops.quantize_delayed_planes(
+    row_plane, col_plane, scale_inv = _quantize_delayed_planes(
         x, scale, scale_inv, amax_local, record, fmt.torch_dtype, fmt.max, planes
     )
     return (*_named(row_plane, col_plane, planes), scale_inv)
@@ -272,7 +328,7 @@ def quantize_measured_planes(
     _check_matrix(x)
     _check_scalar("scale", scale)
     _check_planes(planes)
-    row_plane, col_plane, scale_inv, amax = _ops.quantize_measured_planes(
+    row_plane, col_plane, scale_inv, amax = _quantize_measured_planes(
         x, scale, scale_inv, fmt.torch_dtype, fmt.max, planes
     )
     return (*_named(row_plane, col_plane, planes), scale_inv, amax)
@@ -296,7 +352,7 @@ def quantize_rowwise(x: Tensor, fmt: Float8Format, fold: Tensor | None = None) -
     """
     _check_matrix(x)
     _check_fold(fold, x.shape[1])
-    result: tuple[Tensor, Tensor] = _ops.quantize_rowwise(x, fold, fmt.torch_dtype, fmt.max)
+    result: tuple[Tensor, Tensor] = _quantize_rowwise(x, fold, fmt.torch_dtype, fmt.max)
     return result
 
 
@@ -316,5 +372,5 @@ def quantize_colwise_t(x: Tensor, fmt: Float8Format, fold: Tensor | None = None)
     """
     _check_matrix(x)
     _check_fold(fold, x.shape[0])
-    result: tuple[Tensor, Tensor] = _ops.quantize_colwise_t(x, fold, fmt.torch_dtype, fmt.max)
+    result: tuple[Tensor, Tensor] = _quantize_colwise_t(x, fold, fmt.torch_dtype, fmt.max)
     return result

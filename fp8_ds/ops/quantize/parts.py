@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8_ds.formats import Float8Format
-from fp8_ds.ops.quantize import _ops
+from fp8_ds.ops.quantize import KERNEL_DTYPES, _quantize_parts
 
 _ADDRESSES = ("x", "out", "grid")
 TABLE_COLUMNS = (*_ADDRESSES, "numel", "start", "num_cols", "block_rows", "block_cols", "grid_cols", "first_program")
@@ -64,7 +64,7 @@ class CastPart(NamedTuple):
                     f"{name}: expected a contiguous vector of {self.x.numel()} elements, got {tuple(tensor.shape)} "
                     f"with strides {tensor.stride()}. Pass the shard without its padding."
                 )
-        if self.x.dtype not in _ops.KERNEL_DTYPES or not self.x.device == self.out.device == self.grid.device:
+        if self.x.dtype not in KERNEL_DTYPES or not self.x.device == self.out.device == self.grid.device:
             raise ValueError(
                 f"x: expected bfloat16, float16 or float32 on the device of its bytes and scales, got {self.x.dtype} "
                 f"on {self.x.device}, {self.out.device} and {self.grid.device}. Call to() first."
@@ -112,10 +112,6 @@ class PartsCast:
             kinds.setdefault(kind, []).append(part)
         self._launches = [_Launch(parts) for parts in kinds.values()]
 
-    @property
-    def num_launches(self) -> int:
-        return len(self._launches)
-
     @torch.no_grad()
     def __call__(self) -> None:
         if [part.addresses for part in self._parts] != self._addresses:
@@ -141,17 +137,8 @@ class _Launch:
         self.table, self.program_parts = table.to(first.x.device), program_parts.to(first.x.device)
 
     def __call__(self, fmt: Float8Format) -> None:
-        _ops.quantize_parts(
-            self.xs,
-            self.outs,
-            self.grids,
-            self.cuts,
-            self.table,
-            self.program_parts,
-            self.has_one_scale,
-            self.is_vector,
-            fmt.max,
-        )
+        lists = self.xs, self.outs, self.grids, self.cuts
+        _quantize_parts(self.table, self.program_parts, *lists, self.has_one_scale, self.is_vector, fmt.max)
 
 
 def _row(part: CastPart, first_program: int) -> list[int]:

@@ -41,11 +41,20 @@ def quantize_part(
 
 
 def quantize_parts(
-    xs: Sequence[Tensor], outs: Sequence[Tensor], grids: Sequence[Tensor], cuts: Sequence[int], fp8_max: float
+    table: Tensor,
+    program_parts: Tensor,
+    xs: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    grids: Sequence[Tensor],
+    cuts: Sequence[int],
+    has_one_scale: bool,
+    is_vector: bool,
+    fp8_max: float,
 ) -> None:
     """Each of `xs` into its `outs`, by `quantize` where its grid is 0-dim, else by `quantize_part`.
 
     Args:
+        table, program_parts, has_one_scale, is_vector: for the kernel, see parts.py.
         cuts: start, num_cols, block_rows and block_cols of each.
     """
     for k, (x, out, grid) in enumerate(zip(xs, outs, grids, strict=True)):
@@ -88,10 +97,6 @@ def _planes(x_fp8: Tensor, planes: str) -> tuple[Tensor, Tensor]:
     """(plain, transposed), empty where not asked for; neither shares memory with the other."""
     none = x_fp8.new_empty(0)
     return none if planes == "col" else x_fp8, none if planes == "row" else transpose(x_fp8)
-
-
-def quantize_planes(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, planes: str) -> tuple[Tensor, Tensor]:
-    return _planes(quantize(x, scale, dtype, fp8_max), planes)
 
 
 def quantize_tensorwise_planes(

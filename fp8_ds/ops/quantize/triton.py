@@ -1,6 +1,6 @@
 """The kernels of kernel.py launched: same arguments and results as the functions of `reference`.
 
-`x` is contiguous, and a given scale is 0-dim. On CPU these run under Triton's interpreter only.
+`x` is contiguous and has elements, and a given scale is 0-dim. On CPU these run under Triton's interpreter only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from fp8_ds.ops._tiles import as_words, num_tiles, tile_options
 from fp8_ds.ops.quantize import kernel
 from fp8_ds.ops.quantize.parts import PROGRAM
 from fp8_ds.ops.transpose.triton import runs_ptx
-from fp8_ds.scaling.current import MAX_SCALE
 
 _ALIGNMENT = 16
 _TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -68,19 +67,18 @@ def _num_amax_programs(x: Tensor) -> int:
 
 
 def _launch_amax(x: Tensor, out: Tensor, num_programs: int, *, atomic: bool) -> None:
-    if num_programs > 0:
-        launch(
-            kernel.amax_kernel,
-            num_programs,
-            x,
-            out,
-            x.numel(),
-            WORDS=AMAX_WORDS,
-            ATOMIC=atomic,
-            VECTOR=_is_vector(x.numel(), at=(x,)),
-            PTX=runs_ptx(x),
-            num_warps=AMAX_WARPS,
-        )
+    launch(
+        kernel.amax_kernel,
+        num_programs,
+        x,
+        out,
+        x.numel(),
+        WORDS=AMAX_WORDS,
+        ATOMIC=atomic,
+        VECTOR=_is_vector(x.numel(), at=(x,)),
+        PTX=runs_ptx(x),
+        num_warps=AMAX_WARPS,
+    )
 
 
 def amax(x: Tensor) -> Tensor:
@@ -111,14 +109,11 @@ def _cast(
     scale_inv: Tensor | None = None,
     amax_local: Tensor | None = None,
 ) -> Tensor:
-    """One launch of `quantize_kernel`, also for an empty tensor where it is to store scale_inv."""
+    """One launch of `quantize_kernel`."""
     out = torch.empty_like(x, dtype=dtype)
-    num_programs = ceil_div(x.numel(), CAST_WORDS * 4)
-    if num_programs == 0 and mode not in (kernel.CURRENT.value, kernel.POW2.value):
-        return out
     launch(
         kernel.quantize_kernel,
-        max(num_programs, 1),
+        ceil_div(x.numel(), CAST_WORDS * 4),
         x,
         out.view(torch.uint8),
         scale,
@@ -146,12 +141,9 @@ def quantize_part(
     fp8_max: float,
 ) -> Tensor:  # fmt: skip
     out = torch.empty_like(x, dtype=dtype)
-    num_programs = ceil_div(x.numel(), CAST_WORDS * 4)
-    if num_programs == 0:
-        return out
     launch(
         kernel.part_kernel,
-        num_programs,
+        ceil_div(x.numel(), CAST_WORDS * 4),
         x,
         out.view(torch.uint8),
         grid,
@@ -171,12 +163,12 @@ def quantize_part(
 
 
 def quantize_parts(
+    table: Tensor,
+    program_parts: Tensor,
     xs: Sequence[Tensor],
     outs: Sequence[Tensor],
     grids: Sequence[Tensor],
     cuts: Sequence[int],
-    table: Tensor,
-    program_parts: Tensor,
     has_one_scale: bool,
     is_vector: bool,
     fp8_max: float,
@@ -209,16 +201,6 @@ def quantize_tensor_pow2(x: Tensor, dtype: torch.dtype, fp8_max: float) -> tuple
     return x_fp8, scale_inv
 
 
-def quantize_delayed(
-    x: Tensor, scale: Tensor, scale_inv: Tensor, amax_local: Tensor, record: bool, dtype: torch.dtype, fp8_max: float
-) -> tuple[Tensor, Tensor]:
-    spoiled = scale_inv.clone()
-    x_fp8 = _cast(
-        x, dtype, kernel.DELAYED.value, scale=scale, scale_inv=spoiled, amax_local=amax_local if record else None
-    )
-    return x_fp8, spoiled
-
-
 def _cast_planes(
     x: Tensor,
     dtype: torch.dtype,
@@ -241,12 +223,6 @@ def _cast_planes(
     has_row_plane = planes == "both"
     row_plane = torch.empty_like(x, dtype=dtype) if has_row_plane else none
     col_plane = torch.empty((num_cols, num_rows), dtype=dtype, device=x.device)
-    if x.numel() == 0:
-        # Nothing to cast, but scales of nothing are those of zeros.
-        if mode == kernel.CURRENT.value or mode == kernel.COLUMNS.value:
-            assert scale_inv is not None
-            scale_inv.fill_(1 / MAX_SCALE if mode == kernel.COLUMNS.value else 1.0)
-        return row_plane, col_plane
     columns = as_words(col_plane)
     launch(
         kernel.planes_kernel,
@@ -273,10 +249,6 @@ def _cast_planes(
         **_options(x, dtype),
     )
     return row_plane, col_plane
-
-
-def quantize_planes(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, planes: str) -> tuple[Tensor, Tensor]:
-    return _cast_planes(x, dtype, kernel.GIVEN.value, planes, scale=scale)
 
 
 def quantize_tensorwise_planes(
@@ -309,8 +281,6 @@ def quantize_rowwise(x: Tensor, fold: Tensor | None, dtype: torch.dtype, fp8_max
     num_rows, num_cols = x.shape
     out = torch.empty_like(x, dtype=dtype)
     scale_inv = torch.empty((num_rows, 1), dtype=torch.float32, device=x.device)
-    if num_rows == 0:
-        return out, scale_inv
     # A vector of each thread of a warp at least.
     words = min(max(triton.next_power_of_2(ceil_div(num_cols, 4)), 128), MAX_ROW_WORDS)
     rows = max(ROW_WORDS // words, 1)
@@ -337,26 +307,24 @@ def quantize_rowwise(x: Tensor, fold: Tensor | None, dtype: torch.dtype, fp8_max
 def quantize_colwise_t(x: Tensor, fold: Tensor | None, dtype: torch.dtype, fp8_max: float) -> tuple[Tensor, Tensor]:
     num_rows, num_cols = x.shape
     amax_cols = torch.zeros(num_cols, dtype=torch.int32, device=x.device)
-    num_programs = ceil_div(num_rows, COLS_ROWS * COLS_UNROLL * COLS_TILES) * ceil_div(num_cols, COLS_WORDS * 4)
-    if num_programs > 0:
-        launch(
-            kernel.amax_cols_kernel,
-            num_programs,
-            x,
-            fold,
-            amax_cols,
-            num_rows,
-            num_cols,
-            ROWS=COLS_ROWS,
-            UNROLL=COLS_UNROLL,
-            NUM_TILES=COLS_TILES,
-            WORDS=COLS_WORDS,
-            HAS_FOLD=fold is not None,
-            VECTOR=_is_vector(num_cols, at=(x,)),
-            PTX=runs_ptx(x),
-            num_warps=COLS_WARPS,
-            enable_fp_fusion=False,
-        )
+    launch(
+        kernel.amax_cols_kernel,
+        ceil_div(num_rows, COLS_ROWS * COLS_UNROLL * COLS_TILES) * ceil_div(num_cols, COLS_WORDS * 4),
+        x,
+        fold,
+        amax_cols,
+        num_rows,
+        num_cols,
+        ROWS=COLS_ROWS,
+        UNROLL=COLS_UNROLL,
+        NUM_TILES=COLS_TILES,
+        WORDS=COLS_WORDS,
+        HAS_FOLD=fold is not None,
+        VECTOR=_is_vector(num_cols, at=(x,)),
+        PTX=runs_ptx(x),
+        num_warps=COLS_WARPS,
+        enable_fp_fusion=False,
+    )
     scale_inv = torch.empty((num_cols, 1), dtype=torch.float32, device=x.device)
     _, col_plane = _cast_planes(
         x, dtype, kernel.COLUMNS.value, "col", amax_cols=amax_cols, fold=fold, scale_inv=scale_inv

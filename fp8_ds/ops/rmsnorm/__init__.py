@@ -11,97 +11,38 @@ float32; here that is rounded to bf16).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fp8_ds.formats import Float8Format
-from fp8_ds.ops._producer import (
-    Fp8Output,
-    Rounding,
-    Scaling,
-    SlotTensors,
-    check_rows,
-    empty_output,
-    is_twice,
-    mode_of,
-    takes_kernel,
-)
-from fp8_ds.ops._register import register
+from fp8_ds.ops._producer import Fp8Output, Scaling, check_rows, empty_output, mode_of
+from fp8_ds.ops._register import register_pair
 from fp8_ds.ops.rmsnorm import reference
 
-__all__ = ["MAX_COLS", "Fp8Output", "rmsnorm", "rmsnorm_backward"]
+__all__ = ["MAX_COLS", "Fp8Output", "Rounding", "rmsnorm", "rmsnorm_backward"]
 
 MAX_COLS = 32768
 """A row stays in the registers of one program: 32 elements for each of its 1024 threads."""
 
-_KEEP: list[torch.library.Library] = []
-"""Library handles; the ops live as long as these."""
+Rounding = Literal["once", "twice"]
+"""Where the bf16 module rounds that an op stands for; see the module's text."""
 
-
-def _kernel(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    scaling: str,
-    scale: Tensor | None,
-    scale_inv: Tensor | None,
-    amax_local: Tensor | None,
-    record: bool,
-    dtype: torch.dtype,
-    fp8_max: float,
-    twice: bool,
-    with_hp: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    slot = SlotTensors(scale, scale_inv, amax_local)
-    if takes_kernel(x):
-        from fp8_ds.ops.rmsnorm import triton  # the package is missing where there is no GPU
-
-        return triton.rmsnorm(x, weight, eps, scaling, slot, record, dtype, fp8_max, twice, with_hp)
-    x_fp8, out_scale_inv, rstd, hp = reference.rmsnorm(x, weight, eps, scaling, slot, record, dtype, fp8_max, twice)
-    return x_fp8, out_scale_inv, rstd, hp if with_hp else hp.new_empty(0)
-
-
-def _fake(
-    x: Tensor, weight: Tensor, eps: float, scaling: str, scale: Any, scale_inv: Any, amax_local: Any, record: bool,
-    dtype: torch.dtype, fp8_max: float, twice: bool, with_hp: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    x_fp8, out_scale_inv, hp = empty_output(x.shape[0], x.shape[1], scaling, dtype, with_hp, x)
-    return x_fp8, out_scale_inv, x.new_empty(x.shape[0], dtype=torch.float32), hp
-
-
-def _backward_kernel(
-    grad_output: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, grad_residual: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    if takes_kernel(x):
-        from fp8_ds.ops.rmsnorm import triton
-
-        return triton.rmsnorm_backward(grad_output, x, weight, rstd, grad_residual)
-    return reference.rmsnorm_backward(grad_output, x, weight, rstd, grad_residual)
-
-
-def _backward_fake(
-    grad_output: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, grad_residual: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape[1], dtype=torch.float32)
-
-
-_rmsnorm, _handle = register(
+_rmsnorm = register_pair(
     "rmsnorm(Tensor x, Tensor weight, float eps, str scaling, Tensor? scale, Tensor? scale_inv, "
-    "Tensor(a!)? amax_local, bool record, ScalarType dtype, float fp8_max, bool twice, bool with_hp) -> "
-    "(Tensor, Tensor, Tensor, Tensor)",
-    _kernel,
-    _fake,
+    "Tensor(a!)? amax_local, ScalarType dtype, float fp8_max, bool twice) -> (Tensor, Tensor, Tensor, Tensor)",
+    reference,
+    lambda x, weight, eps, scaling, scale, scale_inv, amax_local, dtype, fp8_max, twice: (
+        *empty_output(x, scaling, dtype),
+        x.new_empty(x.shape[0], dtype=torch.float32),
+    ),
 )
-_KEEP.append(_handle)
-_rmsnorm_backward, _handle = register(
-    "rmsnorm_backward(Tensor grad_output, Tensor x, Tensor weight, Tensor rstd, Tensor? grad_residual) -> "
-    "(Tensor, Tensor)",
-    _backward_kernel,
-    _backward_fake,
+_rmsnorm_backward = register_pair(
+    "rmsnorm_backward(Tensor grad_output, Tensor x, Tensor weight, Tensor rstd) -> (Tensor, Tensor)",
+    reference,
+    lambda grad_output, x, weight, rstd: (x.new_empty(x.shape), x.new_empty(x.shape[1], dtype=torch.float32)),
 )
-_KEEP.append(_handle)
 
 
 def _check(x: Tensor, weight: Tensor) -> None:
@@ -124,9 +65,8 @@ def rmsnorm(
     *,
     record: bool = True,
     rounding: Rounding = "once",
-    with_hp: bool = False,
 ) -> tuple[Fp8Output, Tensor]:
-    """`x / sqrt(mean(x**2) + eps) * weight` in FP8, and in bf16 too if `with_hp`.
+    """`x / sqrt(mean(x**2) + eps) * weight` in FP8 and in bf16.
 
     Args:
         x: bf16 [T, C], rows without gaps, any stride between them.
@@ -136,7 +76,6 @@ def rmsnorm(
         scaling: see `Scaling`.
         record: with a slot: whether its amax_local takes the maximum (training), or is left (evaluation).
         rounding: see the module's text.
-        with_hp: whether the bf16 values are written too.
 
     Returns:
         (output, rstd): `Fp8Output`, and float32 [T], what backward needs. The order of the sum: `reference.row_sum`.
@@ -145,15 +84,14 @@ def rmsnorm(
         ValueError: another dtype, shape, layout, format, scaling or rounding.
     """
     _check(x, weight)
-    mode, slot = mode_of(scaling)
-    dtype, twice = fmt.torch_dtype, is_twice(rounding)
-    x_fp8, scale_inv, rstd, hp = _rmsnorm(x, weight, eps, mode, *slot, record, dtype, fmt.max, twice, with_hp)
-    return Fp8Output(x_fp8, scale_inv, hp if with_hp else None), rstd
+    if rounding not in ("once", "twice"):
+        raise ValueError(f"rounding: expected 'once' or 'twice', got {rounding!r}. Use one of these.")
+    mode, slot = mode_of(scaling, record)
+    *output, rstd = _rmsnorm(x, weight, eps, mode, *slot, fmt.torch_dtype, fmt.max, rounding == "twice")
+    return Fp8Output(*output), rstd
 
 
-def rmsnorm_backward(
-    grad_output: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, grad_residual: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def rmsnorm_backward(grad_output: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of `rmsnorm` in float32 arithmetic, roundings of forward passed over; the same bits in every run.
 
     Args:
@@ -161,19 +99,15 @@ def rmsnorm_backward(
         x: as in forward.
         weight: as in forward.
         rstd: float32 [T] from forward.
-        grad_residual: bf16 [T, C], rows without gaps, or None: gradient that reached x past the norm, added to grad_x
-            before its one rounding.
 
     Returns:
         (grad_x, grad_weight): bf16 [T, C], contiguous; float32 [C], its order of summation: `reference.sum_rows`.
     """
     _check(x, weight)
     check_rows("grad_output", grad_output, x)
-    if grad_residual is not None:
-        check_rows("grad_residual", grad_residual, x)
     if rstd.dtype != torch.float32 or rstd.shape != x.shape[:1] or not rstd.is_contiguous():
         raise ValueError(
             f"rstd: expected float32 [{x.shape[0]}], got {rstd.dtype} {tuple(rstd.shape)}. Keep forward's."
         )
-    grads: tuple[Tensor, Tensor] = _rmsnorm_backward(grad_output, x, weight, rstd, grad_residual)
+    grads: tuple[Tensor, Tensor] = _rmsnorm_backward(grad_output, x, weight, rstd)
     return grads

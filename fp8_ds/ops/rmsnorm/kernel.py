@@ -7,15 +7,7 @@ import triton
 import triton.language as tl
 
 from fp8_ds.ops._device import INFINITY, NAN, magnitude, record_amax, row_scale_from_amax, scale_from_amax
-from fp8_ds.ops._producer_device import (
-    AMAX,
-    FROM_AMAX,
-    GIVEN,
-    ROWWISE,
-    quantize,
-    to_bf16,
-    to_float,
-)
+from fp8_ds.ops._producer_device import AMAX, FROM_AMAX, GIVEN, ROWWISE, quantize, to_bf16, to_float
 from fp8_ds.ops.rmsnorm import reference
 
 _LANES = tl.constexpr(reference.PARTIAL_LANES)
@@ -55,7 +47,6 @@ def rmsnorm_rows_kernel(
     MODE: tl.constexpr,
     RECORD: tl.constexpr,
     TWICE: tl.constexpr,
-    HAS_HP: tl.constexpr,
     FP8_MAX: tl.constexpr,
     BLOCK: tl.constexpr,
     PTX: tl.constexpr,
@@ -90,8 +81,7 @@ def rmsnorm_rows_kernel(
         y = to_bf16(wide, PTX)
         out = row * num_cols + cols
         tl.store(x_fp8 + out, quantize(y, factor, FP8_MAX, PTX), mask)
-        if HAS_HP:
-            tl.store(hp + out, y, mask)
+        tl.store(hp + out, y, mask)
         row = ahead
     if MODE == GIVEN:
         of_all = _in_bf16(tl.max(largest))
@@ -115,7 +105,6 @@ def rmsnorm_kernel(
     eps,
     MODE: tl.constexpr,
     TWICE: tl.constexpr,
-    HAS_HP: tl.constexpr,
     FP8_MAX: tl.constexpr,
     BLOCK: tl.constexpr,
     PTX: tl.constexpr,
@@ -150,8 +139,7 @@ def rmsnorm_kernel(
             tl.store(scale_inv, inverse)
         out = row * num_cols + cols
         tl.store(x_fp8 + out, quantize(y, factor, FP8_MAX, PTX), mask)
-        if HAS_HP:
-            tl.store(hp + out, y, mask)
+        tl.store(hp + out, y, mask)
 
 
 @triton.jit
@@ -169,7 +157,6 @@ def rmsnorm_backward_kernel(
     x,
     weight,
     rstd,
-    grad_residual,
     grad_x,
     partial,
     num_rows,
@@ -177,8 +164,6 @@ def rmsnorm_backward_kernel(
     num_cols,
     grad_output_stride,
     x_stride,
-    grad_residual_stride,
-    HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
     PTX: tl.constexpr,
 ):
@@ -201,8 +186,6 @@ def rmsnorm_backward_kernel(
         grad = to_float(next_grad, PTX)
         inverse_root = next_root
         normed = to_float(next_x, PTX) * inverse_root
-        if HAS_RESIDUAL:
-            residual = tl.load(grad_residual + row * grad_residual_stride + cols, mask, 0.0)
         is_last = left == 0
         ahead = row + 1 + tl.where(is_last, (tl.num_programs(0) - 1) * rows_per_partial, 0)
         next_grad, next_x, next_root = _load_ahead(
@@ -211,8 +194,6 @@ def rmsnorm_backward_kernel(
         total = total + grad * normed
         grad = grad * to_float(w, PTX)
         grad = (grad - normed * _row_mean(grad * normed, num_cols, BLOCK)) * inverse_root
-        if HAS_RESIDUAL:
-            grad = grad + to_float(residual, PTX)
         tl.store(grad_x + row * num_cols + cols, to_bf16(grad, PTX), mask)
         if is_last | (row + 1 == num_rows):
             tl.store(partial + part * num_cols + cols, total, mask)

@@ -59,28 +59,25 @@ def rmsnorm(
     weight: Tensor,
     eps: float,
     mode: str,
-    slot: SlotTensors,
-    record: bool,
+    scale: Tensor | None,
+    scale_inv: Tensor | None,
+    amax_local: Tensor | None,
     dtype: torch.dtype,
     fp8_max: float,
     twice: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(x_fp8, scale_inv, rstd, hp)."""
+    """(x_fp8, scale_inv, hp, rstd)."""
     rstd = rstd_of(x, eps)
     hp = normalize(x, weight, rstd, twice)
-    return *quantize_by(hp, mode, slot, record, dtype, fp8_max), rstd, hp
+    return *quantize_by(hp, mode, SlotTensors(scale, scale_inv, amax_local), dtype, fp8_max), hp, rstd
 
 
-def rmsnorm_backward(
-    grad_output: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, grad_residual: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def rmsnorm_backward(grad_output: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     """(grad_x, grad_weight)."""
     normed = x.float() * rstd[:, None]
     grad = grad_output.float()
     grad_normed = grad * weight.float()
     grad_x = (grad_normed - normed * _mean(grad_normed * normed)) * rstd[:, None]
-    if grad_residual is not None:
-        grad_x = grad_x + grad_residual.float()
     return grad_x.bfloat16(), sum_rows(grad * normed)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8_ds.ops import _producer_device as device
 from fp8_ds.ops._launch import ceil_div, launch, num_processors
-from fp8_ds.ops._producer import SlotTensors, empty_output
+from fp8_ds.ops._producer import empty_output
 from fp8_ds.ops.rmsnorm.kernel import rmsnorm_backward_kernel, rmsnorm_kernel, rmsnorm_rows_kernel, sum_partials_kernel
 from fp8_ds.ops.rmsnorm.reference import PARTIAL_LANES, rows_per_partial
 from fp8_ds.ops.transpose.triton import runs_ptx
@@ -49,65 +49,61 @@ def rmsnorm(
     weight: Tensor,
     eps: float,
     mode: str,
-    slot: SlotTensors,
-    record: bool,
+    scale: Tensor | None,
+    scale_inv: Tensor | None,
+    amax_local: Tensor | None,
     dtype: torch.dtype,
     fp8_max: float,
     twice: bool,
-    with_hp: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(x_fp8, scale_inv, rstd, hp); hp has no elements unless `with_hp`."""
+    """As `reference.rmsnorm`."""
     num_rows, num_cols = x.shape
-    x_fp8, scale_inv, hp = empty_output(num_rows, num_cols, mode, dtype, with_hp, x)
+    x_fp8, found, hp = empty_output(x, mode, dtype)
     rstd = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     block = _block(num_cols)
     num_warps = _num_warps(block, _PER_THREAD)
     tensors = (x, weight, x_fp8.view(torch.uint8), hp, rstd)
-    constants: dict[str, Any] = {"TWICE": twice, "HAS_HP": with_hp, "FP8_MAX": fp8_max, "BLOCK": block}
+    constants: dict[str, Any] = {"TWICE": twice, "FP8_MAX": fp8_max, "BLOCK": block}
     constants |= {"PTX": runs_ptx(x), "enable_fp_fusion": False}
     if mode == "tensorwise":
         amax = torch.zeros((), dtype=torch.float32, device=x.device)
         for kernel_mode in (device.AMAX, device.FROM_AMAX):
             launch(
-                rmsnorm_kernel, num_rows, *tensors, scale_inv, amax, num_cols, x.stride(0), eps, MODE=kernel_mode,
+                rmsnorm_kernel, num_rows, *tensors, found, amax, num_cols, x.stride(0), eps, MODE=kernel_mode,
                 num_warps=num_warps, **constants,
             )  # fmt: skip
-        return x_fp8, scale_inv, rstd, hp
-    scale = amax = scale_inv
+        return x_fp8, found, hp, rstd
     if mode == "given":
-        assert slot.scale is not None and slot.scale_inv is not None and slot.amax_local is not None
-        scale, scale_inv, amax = slot.scale, slot.scale_inv.clone(), slot.amax_local
+        assert scale_inv is not None
+        found = scale_inv.clone()
     num_programs, options = _turns(x, num_rows, _AHEAD_WARPS, num_warps)
     launch(
         rmsnorm_rows_kernel,
         num_programs,
         *tensors,
-        scale,
-        scale_inv,
-        amax,
+        scale if mode == "given" else found,
+        found,
+        found if amax_local is None else amax_local,
         num_rows,
         num_cols,
         x.stride(0),
         eps,
         MODE=device.GIVEN if mode == "given" else device.ROWWISE,
-        RECORD=mode == "given" and record,
+        RECORD=amax_local is not None,
         **constants,
         **options,
     )
-    return x_fp8, scale_inv, rstd, hp
+    return x_fp8, found, hp, rstd
 
 
-def rmsnorm_backward(
-    grad_output: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, grad_residual: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """(grad_x, grad_weight)."""
+def rmsnorm_backward(grad_output: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """As `reference.rmsnorm_backward`."""
     num_rows, num_cols = x.shape
     rows = rows_per_partial(num_rows, num_cols)
     num_partials = ceil_div(num_rows, rows)
     grad_x = torch.empty(num_rows, num_cols, dtype=x.dtype, device=x.device)
     partial = torch.empty(num_partials, num_cols, dtype=torch.float32, device=x.device)
     grad_weight = torch.empty(num_cols, dtype=torch.float32, device=x.device)
-    residual = x if grad_residual is None else grad_residual
     block = _block(num_cols)
     num_programs, options = _turns(x, num_partials, _BACKWARD_WARPS, _num_warps(block, _PER_THREAD_BACKWARD))
     launch(
@@ -117,7 +113,6 @@ def rmsnorm_backward(
         x,
         weight,
         rstd,
-        residual,
         grad_x,
         partial,
         num_rows,
@@ -125,8 +120,6 @@ def rmsnorm_backward(
         num_cols,
         grad_output.stride(0),
         x.stride(0),
-        residual.stride(0),
-        HAS_RESIDUAL=grad_residual is not None,
         BLOCK=block,
         PTX=runs_ptx(x),
         enable_fp_fusion=False,

@@ -1,36 +1,27 @@
 """SwiGLU straight into FP8, `silu(gate) * up`, and its gradients in bf16 or straight into FP8.
 
-bf16 results are those of the module that is replaced, and FP8 results are those bf16 values quantised as in
-ops/quantize, so fusing changes no number but where exp does: the kernel's sigmoid is within 2**-17 of the reference's
-for |gate| < 87. bf16 results then differ from the reference's by at most one ulp (two where they are rounded twice), in
-fewer than 1 % of the elements, and FP8 codes by one step, where such an ulp crosses a boundary, in fewer than 0.1 %
-(with errors of that size put into the reference: 0.07 % and 0.002 %). Where silu is below 2**-118 it may be zero.
-
-`rounding="once"`: float32 throughout (inductor's fusion). `rounding="twice"`: silu, and grad * up in backward, are
-rounded to bf16 on the way, as in eager `act_fn(gate) * up` of transformers' LlamaMLP and as Liger-Kernel does.
+bf16 results are those of eager `act_fn(gate) * up` in transformers' LlamaMLP and of Liger-Kernel, which round silu, and
+grad * up in backward, to bf16 on the way. FP8 results are those bf16 values quantised as in ops/quantize, so fusing
+changes no number but where exp does: the kernel's sigmoid is within 2**-17 of the reference's for |gate| < 87. bf16
+results then differ from the reference's by at most two ulps, in fewer than 1 % of the elements, and FP8 codes by one
+step, where such an ulp crosses a boundary, in fewer than 0.1 % (with errors of that size put into the reference:
+0.07 % and 0.002 %). Where silu is below 2**-118 it may be zero.
 
 gate and up may be halves of one [T, 2F] tensor; of rows only the columns must be contiguous.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from fp8_ds.formats import Float8Format
-from fp8_ds.ops._producer import (
-    Fp8Output,
-    Rounding,
-    Scaling,
-    SlotTensors,
-    check_rows,
-    is_twice,
-    mode_of,
-)
+from fp8_ds.ops._producer import Fp8Output, Scaling, SlotTensors, check_rows, empty_amax, empty_output, mode_of
+from fp8_ds.ops._register import register_pair
 from fp8_ds.ops.groupwise import check_groups
-from fp8_ds.ops.swiglu import operators
-from fp8_ds.ops.swiglu.operators import SixTensors
+from fp8_ds.ops.swiglu import reference
 from fp8_ds.scaling.delayed import AmaxSlot
 
 __all__ = [
@@ -40,15 +31,67 @@ __all__ = [
     "swiglu_backward_and_columns",
     "swiglu_backward_kept",
     "swiglu_backward_packed",
-    "swiglu_backward_packed_to_fp8",
     "swiglu_backward_to_fp8",
     "swiglu_columns",
-    "swiglu_with_amax",
 ]
 
 _Factor = Tensor | tuple[Tensor, Tensor]
 """bf16 [T, F], rows without gaps, any stride between them; or what `ops.groupwise.quantize_groupwise` made of it: it is
 read as what would come back."""
+
+_swiglu = register_pair(
+    "swiglu(Tensor gate, Tensor up, str scaling, Tensor? scale, Tensor? scale_inv, Tensor(a!)? amax_local, "
+    "ScalarType dtype, float fp8_max, bool with_hp) -> (Tensor, Tensor, Tensor, Tensor)",
+    reference,
+    lambda gate, up, scaling, scale, scale_inv, amax_local, dtype, fp8_max, with_hp: (
+        *empty_output(gate, scaling, dtype, with_hp),
+        empty_amax(scaling, gate),
+    ),
+)
+_backward = register_pair(
+    "swiglu_backward(Tensor grad_hidden, Tensor gate, Tensor up, bool packed) -> (Tensor, Tensor)",
+    reference,
+    lambda grad_hidden, gate, up, packed: reference.empty_gradients(gate, packed),
+)
+_backward_to_fp8 = register_pair(
+    "swiglu_backward_to_fp8(Tensor grad_hidden, Tensor gate, Tensor up, str scaling, Tensor? gate_scale, "
+    "Tensor? gate_scale_inv, Tensor(a!)? gate_amax, Tensor? up_scale, Tensor? up_scale_inv, Tensor(b!)? up_amax, "
+    "ScalarType dtype, float fp8_max, bool with_hp) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference,
+    lambda grad_hidden, gate, up, scaling, s0, i0, a0, s1, i1, a1, dtype, fp8_max, with_hp: tuple(
+        one for _ in range(2) for one in empty_output(gate, scaling, dtype, with_hp)
+    ),
+)
+_columns = register_pair(
+    "swiglu_columns(Tensor gate, Tensor up, Tensor? gate_kept, Tensor? up_kept, str scaling, Tensor? scale, "
+    "Tensor? scale_inv, Tensor? amax, ScalarType dtype, float fp8_max) -> (Tensor, Tensor)",
+    reference,
+    lambda gate, up, gate_kept, up_kept, scaling, scale, scale_inv, amax, dtype, fp8_max: (
+        gate.new_empty((gate.shape[1], gate.shape[0]), dtype=dtype),
+        gate.new_empty((), dtype=torch.float32),
+    ),
+)
+
+
+def _fake_backward_and_columns(
+    grad_hidden: Tensor, gate: Tensor, up: Tensor, gate_kept: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    num_rows, num_cols = gate.shape
+    dtype, _, grad_dtype, _ = rest[-4:]
+    columns, grads = (num_cols if gate_kept is None else 0, num_rows), (num_rows, num_cols)
+    planes = [gate.new_empty(columns, dtype=dtype), *(gate.new_empty(grads, dtype=grad_dtype) for _ in range(2))]
+    return tuple(one for plane in planes for one in (plane, gate.new_empty((), dtype=torch.float32)))
+
+
+_backward_and_columns = register_pair(
+    "swiglu_backward_and_columns(Tensor grad_hidden, Tensor gate, Tensor up, Tensor? gate_kept, Tensor? up_kept, "
+    "str scaling, Tensor? scale, Tensor? scale_inv, Tensor? amax, Tensor? gate_scale, "
+    "Tensor? gate_scale_inv, Tensor(a!)? gate_amax, Tensor? up_scale, Tensor? up_scale_inv, Tensor(b!)? up_amax, "
+    "ScalarType dtype, float fp8_max, ScalarType grad_dtype, float grad_max) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference,
+    _fake_backward_and_columns,
+)
 
 
 def _parts(gate: _Factor, up: _Factor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -69,26 +112,26 @@ def _parts(gate: _Factor, up: _Factor) -> tuple[Tensor, Tensor, Tensor | None, T
     return gate, up, None, None
 
 
-def _output(x_fp8: Tensor, scale_inv: Tensor, hp: Tensor, with_hp: bool) -> Fp8Output:
-    return Fp8Output(x_fp8, scale_inv, hp if with_hp else None)
-
-
 def _check(grad_hidden: Tensor, gate: Tensor, up: Tensor) -> None:
     check_rows("gate", gate)
     check_rows("up", up, gate)
     check_rows("grad_hidden", grad_hidden, gate)
 
 
+def _one_scale_each(*scalings: Scaling) -> tuple[str, list[SlotTensors]]:
+    """The mode of all, which record what they have slots for, and their slots."""
+    modes, slots = zip(*map(mode_of, scalings), strict=True)
+    if len(set(modes)) > 1 or modes[0] == "rowwise":
+        raise ValueError(
+            f"scalings: expected AmaxSlots or 'tensorwise' for all, got {modes} ('given': a slot). Quantise the bf16 "
+            "values by scales of another kind."
+        )
+    return modes[0], list(slots)
+
+
 def swiglu(
-    gate: Tensor,
-    up: Tensor,
-    fmt: Float8Format,
-    scaling: Scaling,
-    *,
-    record: bool = True,
-    rounding: Rounding = "once",
-    with_hp: bool = False,
-) -> Fp8Output:
+    gate: Tensor, up: Tensor, fmt: Float8Format, scaling: Scaling, *, record: bool = True, with_hp: bool = False
+) -> tuple[Fp8Output, Tensor | None]:
     """`silu(gate) * up` in FP8, and in bf16 too if `with_hp`.
 
     Args:
@@ -97,63 +140,45 @@ def swiglu(
         fmt: E4M3 or E5M2.
         scaling: see `Scaling`.
         record: with a slot: whether its amax_local takes the maximum (training), or is left (evaluation).
-        rounding: see the module's text.
         with_hp: whether the bf16 values are written too.
 
+    Returns:
+        (output, amax): float32, 0-dim, where it was measured: "tensorwise" (else None).
+
     Raises:
-        ValueError: another dtype, shape, layout, format, scaling or rounding.
-    """
-    return swiglu_with_amax(gate, up, fmt, scaling, record=record, rounding=rounding, with_hp=with_hp)[0]
-
-
-def swiglu_with_amax(
-    gate: Tensor,
-    up: Tensor,
-    fmt: Float8Format,
-    scaling: Scaling,
-    *,
-    record: bool = True,
-    rounding: Rounding = "once",
-    with_hp: bool = False,
-) -> tuple[Fp8Output, Tensor | None]:
-    """`swiglu`, and float32, 0-dim, its amax where that was measured: "tensorwise" (else None).
-
-    Args: as there.
+        ValueError: another dtype, shape, layout, format or scaling.
     """
     check_rows("gate", gate)
     check_rows("up", up, gate)
-    mode, slot = mode_of(scaling)
-    if not record:  # what is not written must not be an argument that a graph takes for written
-        slot = slot._replace(amax_local=None)
-    dtype, twice = fmt.torch_dtype, is_twice(rounding)
-    x_fp8, scale_inv, hp, amax = operators.swiglu(gate, up, mode, *slot, record, dtype, fmt.max, twice, with_hp)
-    return _output(x_fp8, scale_inv, hp, with_hp), amax if mode == "tensorwise" else None
+    mode, slot = mode_of(scaling, record)
+    x_fp8, scale_inv, hp, amax = _swiglu(gate, up, mode, *slot, fmt.torch_dtype, fmt.max, with_hp)
+    return Fp8Output(x_fp8, scale_inv, hp if with_hp else None), amax if mode == "tensorwise" else None
 
 
-def swiglu_backward(
-    grad_hidden: Tensor, gate: Tensor, up: Tensor, *, rounding: Rounding = "once"
-) -> tuple[Tensor, Tensor]:
+def swiglu_backward(grad_hidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of `silu(gate) * up`.
 
     Args:
         grad_hidden: bf16 [T, F]: gradient of the output; layout as for gate.
         gate: bf16 [T, F], rows without gaps, any stride between them.
         up: the same.
-        rounding: see the module's text.
 
     Returns:
         (grad_gate, grad_up): bf16 [T, F], contiguous.
     """
     _check(grad_hidden, gate, up)
-    grads: tuple[Tensor, Tensor] = operators.swiglu_backward(grad_hidden, gate, up, False, is_twice(rounding))
+    grads: tuple[Tensor, Tensor] = _backward(grad_hidden, gate, up, False)
     return grads
 
 
-def swiglu_backward_packed(grad_hidden: Tensor, gate_up: Tensor, *, rounding: Rounding = "once") -> Tensor:
+def swiglu_backward_packed(grad_hidden: Tensor, gate_up: Tensor) -> Tensor:
     """Gradient of gate_up [T, 2F] (gate first), bf16 [T, 2F], contiguous; the rest as in `swiglu_backward`."""
-    gate, up = _halves(gate_up)
+    check_rows("gate_up", gate_up)
+    if gate_up.shape[1] % 2:
+        raise ValueError(f"gate_up: expected [T, 2F], got {tuple(gate_up.shape)}. Pass gate and up side by side.")
+    gate, up = gate_up.chunk(2, dim=1)
     _check(grad_hidden, gate, up)
-    grad: Tensor = operators.swiglu_backward(grad_hidden, gate, up, True, is_twice(rounding))[0]
+    grad: Tensor = _backward(grad_hidden, gate, up, True)[0]
     return grad
 
 
@@ -162,26 +187,22 @@ def swiglu_backward_to_fp8(
     gate: Tensor,
     up: Tensor,
     fmt: Float8Format,
-    scaling: tuple[AmaxSlot, AmaxSlot] | Literal["rowwise", "tensorwise"],
+    scalings: tuple[Scaling, Scaling],
     *,
-    record: bool = True,
-    rounding: Rounding = "once",
     with_hp: bool = False,
 ) -> tuple[Fp8Output, Fp8Output]:
-    """(grad_gate, grad_up) in FP8, each by scales of its own; the rest as in `swiglu` and `swiglu_backward`.
+    """(grad_gate, grad_up) in FP8, each by one scale of its own; the rest as in `swiglu` and `swiglu_backward`.
 
     Args:
-        scaling: as for `swiglu`; with delayed scaling one slot for grad_gate and one for grad_up.
+        scalings: of grad_gate and of grad_up: slots, which record, or "tensorwise" for both.
     """
     _check(grad_hidden, gate, up)
-    (mode, gate_slot), (_, up_slot) = [
-        mode_of(one) for one in (scaling if isinstance(scaling, tuple) else [scaling] * 2)
-    ]
-    g_fp8, g_scale_inv, g_hp, u_fp8, u_scale_inv, u_hp = operators.swiglu_backward_to_fp8(
-        grad_hidden, gate, up, False, mode, *gate_slot, *up_slot, record, fmt.torch_dtype, fmt.max, is_twice(rounding),
-        with_hp,
+    mode, (of_gate, of_up) = _one_scale_each(*scalings)
+    found = _backward_to_fp8(
+        grad_hidden, gate, up, mode, *of_gate, *of_up, fmt.torch_dtype, fmt.max, with_hp
     )  # fmt: skip
-    return _output(g_fp8, g_scale_inv, g_hp, with_hp), _output(u_fp8, u_scale_inv, u_hp, with_hp)
+    outputs = [Fp8Output(x_fp8, scale_inv, hp if with_hp else None) for x_fp8, scale_inv, hp in (found[:3], found[3:])]
+    return outputs[0], outputs[1]
 
 
 def swiglu_columns(
@@ -190,7 +211,6 @@ def swiglu_columns(
     fmt: Float8Format,
     scaling: AmaxSlot | Literal["tensorwise"],
     *,
-    rounding: Rounding = "once",
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The transpose of what `swiglu` makes, and not that: (`fmt.dtype` [F, T], scale_inv); nothing is recorded.
@@ -201,15 +221,8 @@ def swiglu_columns(
         amax: float32, 0-dim, what `swiglu` measured of the same tensors: "tensorwise" reads them once then, not twice.
     """
     values = _parts(gate, up)
-    mode, slot = mode_of(scaling)
-    if mode == "rowwise":
-        raise ValueError(
-            "scaling: expected an AmaxSlot or 'tensorwise', got 'rowwise'. Columns have scales of their own there: "
-            "quantise the bf16 values by them."
-        )
-    found: tuple[Tensor, Tensor] = operators.swiglu_columns(
-        *values, mode, slot.scale, slot.scale_inv, amax, fmt.torch_dtype, fmt.max, is_twice(rounding)
-    )
+    mode, (slot,) = _one_scale_each(scaling)
+    found: tuple[Tensor, Tensor] = _columns(*values, mode, *slot[:2], amax, fmt.torch_dtype, fmt.max)
     return found
 
 
@@ -219,20 +232,18 @@ def swiglu_backward_kept(
     up: tuple[Tensor, Tensor],
     fmt: Float8Format,
     scalings: tuple[Scaling, Scaling],
-    *,
-    record: bool = True,
-    rounding: Rounding = "once",
 ) -> tuple[Fp8Output, Fp8Output, Tensor | None]:
     """`swiglu_backward_to_fp8` of gate and up that `ops.groupwise.quantize_groupwise` keeps, read as they are.
-
-    Args: as there, and
-        scalings: of grad_gate and of grad_up: slots, or "tensorwise" for both.
 
     Returns:
         (grad_gate, grad_up, amax of the product for `swiglu_columns`, float32, 0-dim; None: not tensorwise).
     """
-    found = _backward_columns(grad_hidden, gate, up, (fmt, fmt), (None, *scalings), record, rounding, None)
-    amax = found[1] if mode_of(scalings[0])[0] == "tensorwise" else None
+    values = _parts(gate, up)
+    check_rows("grad_hidden", grad_hidden, values[0])
+    mode, (of_gate, of_up) = _one_scale_each(*scalings)
+    formats = (fmt.torch_dtype, fmt.max) * 2
+    found = _backward_and_columns(grad_hidden, *values, mode, None, None, None, *of_gate, *of_up, *formats)
+    amax = found[1] if mode == "tensorwise" else None
     return Fp8Output(found[2], found[3], None), Fp8Output(found[4], found[5], None), amax
 
 
@@ -243,8 +254,6 @@ def swiglu_backward_and_columns(
     formats: tuple[Float8Format, Float8Format],
     scalings: tuple[Scaling, Scaling, Scaling],
     *,
-    record: bool = True,
-    rounding: Rounding = "once",
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Fp8Output, Fp8Output]:
     """`swiglu_columns` and `swiglu_backward_to_fp8` in one read of gate, up and grad_hidden; the same bits.
@@ -257,63 +266,10 @@ def swiglu_backward_and_columns(
     Returns:
         (product transposed, `formats[0].dtype` [F, T]; its scale_inv; grad_gate; grad_up), the gradients without `hp`.
     """
-    found = _backward_columns(grad_hidden, gate, up, formats, scalings, record, rounding, amax)
-    return found[0], found[1], Fp8Output(found[2], found[3], None), Fp8Output(found[4], found[5], None)
-
-
-def _backward_columns(
-    grad_hidden: Tensor,
-    gate: _Factor,
-    up: _Factor,
-    formats: tuple[Float8Format, Float8Format],
-    scalings: tuple[Scaling | None, Scaling, Scaling],
-    record: bool,
-    rounding: Rounding,
-    amax: Tensor | None,
-) -> SixTensors:
-    """What the op gives; of gate and up that are kept, no columns, and without a scaling of the product."""
-    values = _parts(gate, up)
-    check_rows("grad_hidden", grad_hidden, values[0])
-    modes, slots = zip(*(mode_of(one) for one in scalings if one is not None), strict=True)
-    mode, (gate_slot, up_slot) = modes[0], slots[-2:]
-    if len(set(modes)) > 1 or mode == "rowwise":
-        raise ValueError(
-            f"scalings: expected AmaxSlots or 'tensorwise' for all, got {modes} ('given': a slot). See swiglu_columns "
-            "and swiglu_backward_to_fp8."
-        )
-    of_product = slots[0] if len(slots) == 3 else SlotTensors(None, None, None)
-    found: SixTensors = operators.swiglu_backward_and_columns(
-        grad_hidden, *values, mode, *of_product[:2], amax, *gate_slot,
-        *up_slot, record, formats[0].torch_dtype, formats[0].max, formats[1].torch_dtype, formats[1].max,
-        is_twice(rounding),
-    )  # fmt: skip
-    return found
-
-
-def swiglu_backward_packed_to_fp8(
-    grad_hidden: Tensor,
-    gate_up: Tensor,
-    fmt: Float8Format,
-    scaling: Scaling,
-    *,
-    record: bool = True,
-    rounding: Rounding = "once",
-    with_hp: bool = False,
-) -> Fp8Output:
-    """Gradient of gate_up [T, 2F] (gate first) in FP8; rowwise, a row of 2F has one scale."""
-    gate, up = _halves(gate_up)
     _check(grad_hidden, gate, up)
-    mode, slot = mode_of(scaling)
-    none = SlotTensors(None, None, None)
-    x_fp8, scale_inv, hp, *_ = operators.swiglu_backward_to_fp8(
-        grad_hidden, gate, up, True, mode, *slot, *none, record, fmt.torch_dtype, fmt.max, is_twice(rounding), with_hp
-    )
-    return _output(x_fp8, scale_inv, hp, with_hp)
-
-
-def _halves(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    check_rows("gate_up", gate_up)
-    if gate_up.shape[1] % 2:
-        raise ValueError(f"gate_up: expected [T, 2F], got {tuple(gate_up.shape)}. Pass gate and up side by side.")
-    half = gate_up.shape[1] // 2
-    return gate_up[:, :half], gate_up[:, half:]
+    mode, (product, of_gate, of_up) = _one_scale_each(*scalings)
+    found = _backward_and_columns(
+        grad_hidden, gate, up, None, None, mode, *product[:2], amax, *of_gate, *of_up,
+        formats[0].torch_dtype, formats[0].max, formats[1].torch_dtype, formats[1].max,
+    )  # fmt: skip
+    return found[0], found[1], Fp8Output(found[2], found[3], None), Fp8Output(found[4], found[5], None)

@@ -95,12 +95,10 @@ def _note(amax, scale_inv, largest, MODE: tl.constexpr, RECORD: tl.constexpr):
 
 
 @triton.jit
-def _product(
-    gate, up, rows, cols, gate_stride, up_stride, mask, EVEN: tl.constexpr, TWICE: tl.constexpr, PTX: tl.constexpr
-):
+def _product(gate, up, rows, cols, gate_stride, up_stride, mask, EVEN: tl.constexpr, PTX: tl.constexpr):
     """bf16 of one of a tile's four tensors; `gate` and `up` point at the tile's corner."""
     g = load_rows(gate, rows, cols, gate_stride, mask, EVEN)
-    return hidden(g, load_rows(up, rows, cols, up_stride, mask, EVEN), TWICE, PTX)
+    return hidden(g, load_rows(up, rows, cols, up_stride, mask, EVEN), PTX)
 
 
 @triton.jit
@@ -117,18 +115,18 @@ def _kept_rows(
 
 
 @triton.jit
-def _product_of_kept(gate, gate_inverse, up, up_inverse, TWICE: tl.constexpr, PTX: tl.constexpr):
+def _product_of_kept(gate, gate_inverse, up, up_inverse, PTX: tl.constexpr):
     """bf16 of one of a tile's four tensors of codes, with a scale for each row."""
     g = to_bf16(decode(gate, True, PTX) * gate_inverse[:, None], PTX)
     u = to_bf16(decode(up, True, PTX) * up_inverse[:, None], PTX)
-    return hidden(g, u, TWICE, PTX)
+    return hidden(g, u, PTX)
 
 
 @triton.jit(do_not_specialize_on_alignment=["scale", "scale_inv", "amax", "gate_kept", "up_kept"])
 def swiglu_columns_kernel(
     gate, up, gate_kept, up_kept, columns, scale, scale_inv, amax, num_rows, num_cols, gate_stride, up_stride,
     kept_stride, kept_group_stride,
-    MODE: tl.constexpr, KEPT: tl.constexpr, TWICE: tl.constexpr, FP8_MAX: tl.constexpr, QUARTER: tl.constexpr,
+    MODE: tl.constexpr, KEPT: tl.constexpr, FP8_MAX: tl.constexpr, QUARTER: tl.constexpr,
     EVEN: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The transposed plane of `silu(gate) * up`, and no other. MODE GIVEN: a product that is not finite spoils
@@ -155,15 +153,15 @@ def swiglu_columns_kernel(
             factor = _scale(scale, scale_inv, amax, MODE, FP8_MAX)
         if PTX:
             tl.debug_barrier()  # else ptxas puts some of these loads off until others have arrived
-        h0 = _product_of_kept(g0, s0, u0, v0, TWICE, PTX)
-        h1 = _product_of_kept(g1, s1, u1, v1, TWICE, PTX)
-        h2 = _product_of_kept(g2, s2, u2, v2, TWICE, PTX)
-        h3 = _product_of_kept(g3, s3, u3, v3, TWICE, PTX)
+        h0 = _product_of_kept(g0, s0, u0, v0, PTX)
+        h1 = _product_of_kept(g1, s1, u1, v1, PTX)
+        h2 = _product_of_kept(g2, s2, u2, v2, PTX)
+        h3 = _product_of_kept(g3, s3, u3, v3, PTX)
     else:
-        h0 = _product(gate, up, rows, cols, gate_stride, up_stride, mask0, EVEN, TWICE, PTX)
-        h1 = _product(gate, up, rows + 1, cols, gate_stride, up_stride, mask1, EVEN, TWICE, PTX)
-        h2 = _product(gate, up, rows + 2, cols, gate_stride, up_stride, mask2, EVEN, TWICE, PTX)
-        h3 = _product(gate, up, rows + 3, cols, gate_stride, up_stride, mask3, EVEN, TWICE, PTX)
+        h0 = _product(gate, up, rows, cols, gate_stride, up_stride, mask0, EVEN, PTX)
+        h1 = _product(gate, up, rows + 1, cols, gate_stride, up_stride, mask1, EVEN, PTX)
+        h2 = _product(gate, up, rows + 2, cols, gate_stride, up_stride, mask2, EVEN, PTX)
+        h3 = _product(gate, up, rows + 3, cols, gate_stride, up_stride, mask3, EVEN, PTX)
         if MODE != AMAX:
             factor = _scale(scale, scale_inv, amax, MODE, FP8_MAX)
     if MODE != AMAX:
@@ -177,7 +175,7 @@ def swiglu_columns_kernel(
 def _quarter_of_all(
     grad_hidden, gate, up, gate_kept, up_kept, gate_fp8, up_fp8, gate_factor, up_factor, gate_largest, up_largest, rows,
     cols, num_cols, grad_stride, gate_stride, up_stride, kept_stride, mask, left,
-    MODE: tl.constexpr, KEPT: tl.constexpr, TWICE: tl.constexpr, GRAD_MAX: tl.constexpr, EVEN: tl.constexpr,
+    MODE: tl.constexpr, KEPT: tl.constexpr, GRAD_MAX: tl.constexpr, EVEN: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
     """bf16 of the product in one of a tile's four tensors (KEPT: in the first pass of tensorwise), with the largest
@@ -185,14 +183,14 @@ def _quarter_of_all(
     g = _factor_rows(gate, gate_kept, rows, cols, gate_stride, kept_stride, mask, left, KEPT, EVEN, PTX)
     u = _factor_rows(up, up_kept, rows, cols, up_stride, kept_stride, mask, left, KEPT, EVEN, PTX)
     grad = load_rows(grad_hidden, rows, cols, grad_stride, mask, EVEN)
-    grad_gate, grad_up = gradients(grad, g, u, TWICE, PTX)
+    grad_gate, grad_up = gradients(grad, g, u, PTX)
     if MODE != FROM_AMAX:
         gate_largest = larger(gate_largest, grad_gate, PTX)
         up_largest = larger(up_largest, grad_up, PTX)
     if MODE != AMAX:
         store_rows(gate_fp8, rows, cols, num_cols, quantize(grad_gate, gate_factor, GRAD_MAX, PTX), mask, EVEN)
         store_rows(up_fp8, rows, cols, num_cols, quantize(grad_up, up_factor, GRAD_MAX, PTX), mask, EVEN)
-    return grad_up if KEPT and MODE != AMAX else hidden(g, u, TWICE, PTX), gate_largest, up_largest
+    return grad_up if KEPT and MODE != AMAX else hidden(g, u, PTX), gate_largest, up_largest
 
 
 @triton.jit(
@@ -205,7 +203,7 @@ def swiglu_backward_and_columns_kernel(
     grad_hidden, gate, up, gate_kept, up_kept, columns, gate_fp8, up_fp8, scale, scale_inv, amax, gate_scale,
     gate_scale_inv, gate_amax, up_scale, up_scale_inv, up_amax, num_rows, num_cols, grad_stride, gate_stride, up_stride,
     kept_stride, kept_group_stride,
-    MODE: tl.constexpr, RECORD: tl.constexpr, MEASURES: tl.constexpr, KEPT: tl.constexpr, TWICE: tl.constexpr,
+    MODE: tl.constexpr, MEASURES: tl.constexpr, KEPT: tl.constexpr,
     FP8_MAX: tl.constexpr, GRAD_MAX: tl.constexpr, QUARTER: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
@@ -237,26 +235,26 @@ def swiglu_backward_and_columns_kernel(
     h0, gate_largest, up_largest = _quarter_of_all(
         grad_hidden, gate, up, gate_kept, up_kept, gate_fp8, up_fp8, gate_factor, up_factor, gate_largest, up_largest,
         rows, cols, num_cols, grad_stride, gate_stride, up_stride, kept_stride, mask0, left,
-        MODE, KEPT, TWICE, GRAD_MAX, EVEN, PTX,
+        MODE, KEPT, GRAD_MAX, EVEN, PTX,
     )  # fmt: skip
     h1, gate_largest, up_largest = _quarter_of_all(
         grad_hidden, gate, up, gate_kept, up_kept, gate_fp8, up_fp8, gate_factor, up_factor, gate_largest, up_largest,
         rows + 1, cols, num_cols, grad_stride, gate_stride, up_stride, kept_stride, mask1, left,
-        MODE, KEPT, TWICE, GRAD_MAX, EVEN, PTX,
+        MODE, KEPT, GRAD_MAX, EVEN, PTX,
     )  # fmt: skip
     h2, gate_largest, up_largest = _quarter_of_all(
         grad_hidden, gate, up, gate_kept, up_kept, gate_fp8, up_fp8, gate_factor, up_factor, gate_largest, up_largest,
         rows + 2, cols, num_cols, grad_stride, gate_stride, up_stride, kept_stride, mask2, left,
-        MODE, KEPT, TWICE, GRAD_MAX, EVEN, PTX,
+        MODE, KEPT, GRAD_MAX, EVEN, PTX,
     )  # fmt: skip
     h3, gate_largest, up_largest = _quarter_of_all(
         grad_hidden, gate, up, gate_kept, up_kept, gate_fp8, up_fp8, gate_factor, up_factor, gate_largest, up_largest,
         rows + 3, cols, num_cols, grad_stride, gate_stride, up_stride, kept_stride, mask3, left,
-        MODE, KEPT, TWICE, GRAD_MAX, EVEN, PTX,
+        MODE, KEPT, GRAD_MAX, EVEN, PTX,
     )  # fmt: skip
     if MODE != FROM_AMAX:
-        _note(gate_amax, gate_scale_inv, bits_of_largest(gate_largest), MODE, RECORD)
-        _note(up_amax, up_scale_inv, bits_of_largest(up_largest), MODE, RECORD)
+        _note(gate_amax, gate_scale_inv, bits_of_largest(gate_largest), MODE, True)
+        _note(up_amax, up_scale_inv, bits_of_largest(up_largest), MODE, True)
         if (MODE == AMAX and MEASURES) or (MODE == GIVEN and not KEPT):
             _note(amax, scale_inv, _largest(h0, h1, h2, h3, PTX), MODE, False)
     if not KEPT and MODE != AMAX:

@@ -57,43 +57,31 @@ def sigmoid(x, PTX: tl.constexpr):
 
 
 @triton.jit
-def hidden(gate, up, TWICE: tl.constexpr, PTX: tl.constexpr):
+def hidden(gate, up, PTX: tl.constexpr):
     """`reference.hidden`."""
     wide = to_float(gate, PTX)
-    silu = wide * sigmoid(wide, PTX)
-    if TWICE:
-        return times(to_bf16(silu, PTX), up, PTX)
-    return to_bf16(silu * to_float(up, PTX), PTX)
+    return times(to_bf16(wide * sigmoid(wide, PTX), PTX), up, PTX)
 
 
 @triton.jit
-def _hidden(gate, up, cols, num_cols, TWICE: tl.constexpr, PTX: tl.constexpr):
+def _hidden(gate, up, cols, num_cols, PTX: tl.constexpr):
     """Of one row's columns."""
     mask = cols < num_cols
-    return hidden(tl.load(gate + cols, mask, 0.0), tl.load(up + cols, mask, 0.0), TWICE, PTX)
+    return hidden(tl.load(gate + cols, mask, 0.0), tl.load(up + cols, mask, 0.0), PTX)
 
 
 @triton.jit
-def gradients(grad_hidden, gate, up, TWICE: tl.constexpr, PTX: tl.constexpr):
+def gradients(grad_hidden, gate, up, PTX: tl.constexpr):
     """`reference.gradients` of bf16 values."""
     grad = to_float(grad_hidden, PTX)
     wide = to_float(gate, PTX)
     s = sigmoid(wide, PTX)
     silu = wide * s
     grad_silu = grad * to_float(up, PTX)
-    if TWICE:
-        silu = to_float(to_bf16(silu, PTX), PTX)
-        grad_silu = to_float(to_bf16(grad_silu, PTX), PTX)
+    silu = to_float(to_bf16(silu, PTX), PTX)
+    grad_silu = to_float(to_bf16(grad_silu, PTX), PTX)
     grad_gate = (grad_silu * s) * (1.0 + wide * (1.0 - s))
     return to_bf16(grad_gate, PTX), to_bf16(grad * silu, PTX)
-
-
-@triton.jit
-def _gradients(grad_hidden, gate, up, cols, num_cols, TWICE: tl.constexpr, PTX: tl.constexpr):
-    """Of one row's columns."""
-    mask = cols < num_cols
-    grad = tl.load(grad_hidden + cols, mask, 0.0)
-    return gradients(grad, tl.load(gate + cols, mask, 0.0), tl.load(up + cols, mask, 0.0), TWICE, PTX)
 
 
 @triton.jit
@@ -141,7 +129,6 @@ def swiglu_kernel(
     up_stride,
     MODE: tl.constexpr,
     RECORD: tl.constexpr,
-    TWICE: tl.constexpr,
     HAS_HP: tl.constexpr,
     FP8_MAX: tl.constexpr,
     FITS: tl.constexpr,
@@ -158,7 +145,7 @@ def swiglu_kernel(
     if MODE == ROWWISE and not FITS:
         largest = 0
         while first < num_cols:
-            h = _hidden(gate, up, first + tl.arange(0, BLOCK), num_cols, TWICE, PTX)
+            h = _hidden(gate, up, first + tl.arange(0, BLOCK), num_cols, PTX)
             largest = tl.maximum(largest, _largest(h, PTX))
             first += BLOCK
         factor, inverse = row_scale_from_amax(largest, FP8_MAX)
@@ -166,11 +153,11 @@ def swiglu_kernel(
         first = 0
         while first < num_cols:
             cols = first + tl.arange(0, BLOCK)
-            h = _hidden(gate, up, cols, num_cols, TWICE, PTX)
+            h = _hidden(gate, up, cols, num_cols, PTX)
             _store(x_fp8, hp, cols, num_cols, h, factor, HAS_HP, FP8_MAX, PTX)
             first += BLOCK
     else:
-        h = _hidden(gate, up, cols, num_cols, TWICE, PTX)
+        h = _hidden(gate, up, cols, num_cols, PTX)
         largest = 0
         if MODE != FROM_AMAX:
             largest = _largest(h, PTX)
@@ -206,16 +193,12 @@ def swiglu_backward_kernel(
     up_stride,
     out_stride,
     MODE: tl.constexpr,
-    RECORD: tl.constexpr,
-    TWICE: tl.constexpr,
     HAS_HP: tl.constexpr,
-    PACKED: tl.constexpr,
     FP8_MAX: tl.constexpr,
-    FITS: tl.constexpr,
     BLOCK: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """As `swiglu_kernel`, for two outputs; PACKED: they are halves of one tensor, and all of `up_...` is `gate_...`."""
+    """As `swiglu_kernel`, for two outputs, and not rowwise."""
     row, first = _place(num_cols, BLOCK, MODE)
     grad_hidden += row * grad_hidden_stride
     gate += row * gate_stride
@@ -225,62 +208,20 @@ def swiglu_backward_kernel(
     gate_hp += row * out_stride
     up_hp += row * out_stride
     cols = first + tl.arange(0, BLOCK)
+    mask = cols < num_cols
+    grad = tl.load(grad_hidden + cols, mask, 0.0)
+    grad_gate, grad_up = gradients(grad, tl.load(gate + cols, mask, 0.0), tl.load(up + cols, mask, 0.0), PTX)
     if MODE == BF16:
-        mask = cols < num_cols
-        grad_gate, grad_up = _gradients(grad_hidden, gate, up, cols, num_cols, TWICE, PTX)
         tl.store(gate_hp + cols, grad_gate, mask)
         tl.store(up_hp + cols, grad_up, mask)
-    elif MODE == ROWWISE and not FITS:
-        gate_largest = 0
-        up_largest = 0
-        while first < num_cols:
-            cols = first + tl.arange(0, BLOCK)
-            grad_gate, grad_up = _gradients(grad_hidden, gate, up, cols, num_cols, TWICE, PTX)
-            gate_largest = tl.maximum(gate_largest, _largest(grad_gate, PTX))
-            up_largest = tl.maximum(up_largest, _largest(grad_up, PTX))
-            first += BLOCK
-        gate_factor, up_factor = _row_factors(
-            gate_scale_inv + row, up_scale_inv + row, gate_largest, up_largest, PACKED, FP8_MAX
-        )
-        first = 0
-        while first < num_cols:
-            cols = first + tl.arange(0, BLOCK)
-            grad_gate, grad_up = _gradients(grad_hidden, gate, up, cols, num_cols, TWICE, PTX)
-            _store(gate_fp8, gate_hp, cols, num_cols, grad_gate, gate_factor, HAS_HP, FP8_MAX, PTX)
-            _store(up_fp8, up_hp, cols, num_cols, grad_up, up_factor, HAS_HP, FP8_MAX, PTX)
-            first += BLOCK
     else:
-        grad_gate, grad_up = _gradients(grad_hidden, gate, up, cols, num_cols, TWICE, PTX)
         gate_largest = 0
         up_largest = 0
         if MODE != FROM_AMAX:
             gate_largest = _largest(grad_gate, PTX)
             up_largest = _largest(grad_up, PTX)
-        if MODE == ROWWISE:
-            gate_factor, up_factor = _row_factors(
-                gate_scale_inv + row, up_scale_inv + row, gate_largest, up_largest, PACKED, FP8_MAX
-            )
-        elif PACKED:
-            largest = tl.maximum(gate_largest, up_largest)
-            gate_factor = _factor(gate_scale, gate_scale_inv, gate_amax, largest, MODE, RECORD, FP8_MAX)
-            up_factor = gate_factor
-        else:
-            gate_factor = _factor(gate_scale, gate_scale_inv, gate_amax, gate_largest, MODE, RECORD, FP8_MAX)
-            up_factor = _factor(up_scale, up_scale_inv, up_amax, up_largest, MODE, RECORD, FP8_MAX)
+        gate_factor = _factor(gate_scale, gate_scale_inv, gate_amax, gate_largest, MODE, True, FP8_MAX)
+        up_factor = _factor(up_scale, up_scale_inv, up_amax, up_largest, MODE, True, FP8_MAX)
         if MODE != AMAX:
             _store(gate_fp8, gate_hp, cols, num_cols, grad_gate, gate_factor, HAS_HP, FP8_MAX, PTX)
             _store(up_fp8, up_hp, cols, num_cols, grad_up, up_factor, HAS_HP, FP8_MAX, PTX)
-
-
-@triton.jit
-def _row_factors(gate_scale_inv, up_scale_inv, gate_largest, up_largest, PACKED: tl.constexpr, FP8_MAX: tl.constexpr):
-    """Scales of a row of grad_gate and of grad_up, one for both if PACKED; their inverses are stored."""
-    if PACKED:
-        gate_largest = tl.maximum(gate_largest, up_largest)
-    gate_factor, inverse = row_scale_from_amax(gate_largest, FP8_MAX)
-    tl.store(gate_scale_inv, inverse)
-    up_factor = gate_factor
-    if not PACKED:
-        up_factor, inverse = row_scale_from_amax(up_largest, FP8_MAX)
-        tl.store(up_scale_inv, inverse)
-    return gate_factor, up_factor

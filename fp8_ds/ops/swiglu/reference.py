@@ -9,67 +9,89 @@ from fp8_ds.ops._producer import SlotTensors, empty_amax, quantize_by
 from fp8_ds.ops.groupwise.reference import dequantize_groupwise
 from fp8_ds.ops.transpose.reference import transpose
 
+SixTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
-def _round(x: Tensor, rounds: bool) -> Tensor:
-    return x.bfloat16().float() if rounds else x
+
+def _round(x: Tensor) -> Tensor:
+    return x.bfloat16().float()
 
 
 def _sigmoid(x: Tensor) -> Tensor:
     return 1 / (1 + torch.exp(-x))
 
 
-def hidden(gate: Tensor, up: Tensor, twice: bool) -> Tensor:
-    """bf16 [T, F]: `silu(gate) * up` in float32, rounded at the end, or also before the product."""
+def hidden(gate: Tensor, up: Tensor) -> Tensor:
+    """bf16 [T, F]: `silu(gate) * up`, rounded before the product and after it."""
     wide = gate.float()
-    return (_round(wide * _sigmoid(wide), twice) * up.float()).bfloat16()
+    return (_round(wide * _sigmoid(wide)) * up.float()).bfloat16()
 
 
 def swiglu(
     gate: Tensor,
     up: Tensor,
     mode: str,
-    slot: SlotTensors,
-    record: bool,
+    scale: Tensor | None,
+    scale_inv: Tensor | None,
+    amax_local: Tensor | None,
     dtype: torch.dtype,
     fp8_max: float,
-    twice: bool,
+    with_hp: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(x_fp8, scale_inv, hp, amax); the last is of no elements unless the mode is tensorwise."""
-    hp = hidden(gate, up, twice)
+    """(x_fp8, scale_inv, hp, amax); hp has no elements unless `with_hp`, amax none unless the mode is tensorwise."""
+    hp = hidden(gate, up)
     amax = empty_amax(mode, hp)
     if mode == "tensorwise":
         amax.copy_(hp.abs().amax() if hp.numel() else amax.new_zeros(()))
-    return *quantize_by(hp, mode, slot, record, dtype, fp8_max), hp, amax
+    x_fp8, scale_inv = quantize_by(hp, mode, SlotTensors(scale, scale_inv, amax_local), dtype, fp8_max)
+    return x_fp8, scale_inv, hp if with_hp else hp.new_empty(0), amax
 
 
-def factors(gate: Tensor, up: Tensor, kept_scales: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+def _factors(gate: Tensor, up: Tensor, gate_kept: Tensor | None, up_kept: Tensor | None) -> tuple[Tensor, Tensor]:
     """bf16 [T, F] of gate and of up; with scales they are codes."""
-    if kept_scales is None:
+    if gate_kept is None or up_kept is None:
         return gate, up
-    return dequantize_groupwise(gate, kept_scales[0]), dequantize_groupwise(up, kept_scales[1])
+    return dequantize_groupwise(gate, gate_kept), dequantize_groupwise(up, up_kept)
 
 
 def swiglu_columns(
-    gate: Tensor, up: Tensor, mode: str, slot: SlotTensors, dtype: torch.dtype, fp8_max: float, twice: bool
+    gate: Tensor,
+    up: Tensor,
+    gate_kept: Tensor | None,
+    up_kept: Tensor | None,
+    mode: str,
+    scale: Tensor | None,
+    scale_inv: Tensor | None,
+    amax: Tensor | None,
+    dtype: torch.dtype,
+    fp8_max: float,
 ) -> tuple[Tensor, Tensor]:
-    """(x_fp8 transposed, scale_inv); nothing is recorded."""
-    x_fp8, scale_inv, _, _ = swiglu(gate, up, mode, slot, False, dtype, fp8_max, twice)
-    return transpose(x_fp8), scale_inv
+    """(x_fp8 transposed, scale_inv); nothing is recorded, and `amax` is measured again."""
+    factors = _factors(gate, up, gate_kept, up_kept)
+    x_fp8, found, *_ = swiglu(*factors, mode, scale, scale_inv, None, dtype, fp8_max, False)
+    return transpose(x_fp8), found
 
 
-def gradients(grad_hidden: Tensor, gate: Tensor, up: Tensor, twice: bool) -> tuple[Tensor, Tensor]:
-    """(grad_gate, grad_up), bf16 [T, F]; `twice` rounds where autograd of the bf16 module does."""
+def gradients(grad_hidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """(grad_gate, grad_up), bf16 [T, F], rounded where autograd of the bf16 module rounds."""
     grad, wide = grad_hidden.float(), gate.float()
     sigmoid = _sigmoid(wide)
-    grad_up = grad * _round(wide * sigmoid, twice)
-    grad_silu = _round(grad * up.float(), twice)
+    grad_up = grad * _round(wide * sigmoid)
+    grad_silu = _round(grad * up.float())
     grad_gate = (grad_silu * sigmoid) * (1 + wide * (1 - sigmoid))
     return grad_gate.bfloat16(), grad_up.bfloat16()
 
 
-def swiglu_backward(grad_hidden: Tensor, gate: Tensor, up: Tensor, packed: bool, twice: bool) -> tuple[Tensor, Tensor]:
+def empty_gradients(gate: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
+    """bf16 of unknown content: two of the shape of `gate`, or, if `packed`, [T, 2F] and one of no elements."""
+    num_rows, num_cols = gate.shape
+    shapes = [(num_rows, 2 * num_cols), (0,)] if packed else [(num_rows, num_cols)] * 2
+    first, second = (torch.empty(shape, dtype=torch.bfloat16, device=gate.device) for shape in shapes)
+    return first, second
+
+
+def swiglu_backward(grad_hidden: Tensor, gate: Tensor, up: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
     """(grad_gate, grad_up), or ([T, 2F], no elements) if `packed`."""
-    grad_gate, grad_up = gradients(grad_hidden, gate, up, twice)
+    grad_gate, grad_up = gradients(grad_hidden, gate, up)
     return (torch.cat([grad_gate, grad_up], dim=1), grad_up.new_empty(0)) if packed else (grad_gate, grad_up)
 
 
@@ -77,14 +99,57 @@ def swiglu_backward_to_fp8(
     grad_hidden: Tensor,
     gate: Tensor,
     up: Tensor,
-    packed: bool,
     mode: str,
-    slots: tuple[SlotTensors, SlotTensors],
-    record: bool,
+    gate_scale: Tensor | None,
+    gate_scale_inv: Tensor | None,
+    gate_amax: Tensor | None,
+    up_scale: Tensor | None,
+    up_scale_inv: Tensor | None,
+    up_amax: Tensor | None,
     dtype: torch.dtype,
     fp8_max: float,
-    twice: bool,
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """(x_fp8, scale_inv, hp) of grad_gate and of grad_up, or of both in one if `packed`."""
-    hps = swiglu_backward(grad_hidden, gate, up, packed, twice)[: 1 if packed else 2]
-    return [(*quantize_by(hp, mode, slot, record, dtype, fp8_max), hp) for hp, slot in zip(hps, slots, strict=False)]
+    with_hp: bool,
+) -> SixTensors:
+    """x_fp8, scale_inv and hp (of no elements unless `with_hp`) of grad_gate, then of grad_up."""
+    grad_gate, grad_up = gradients(grad_hidden, gate, up)
+    of_gate = quantize_by(grad_gate, mode, SlotTensors(gate_scale, gate_scale_inv, gate_amax), dtype, fp8_max)
+    of_up = quantize_by(grad_up, mode, SlotTensors(up_scale, up_scale_inv, up_amax), dtype, fp8_max)
+    hps = (grad_gate, grad_up) if with_hp else (gate.new_empty(0), gate.new_empty(0))
+    return *of_gate, hps[0], *of_up, hps[1]
+
+
+def swiglu_backward_and_columns(
+    grad_hidden: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    gate_kept: Tensor | None,
+    up_kept: Tensor | None,
+    mode: str,
+    scale: Tensor | None,
+    scale_inv: Tensor | None,
+    amax: Tensor | None,
+    gate_scale: Tensor | None,
+    gate_scale_inv: Tensor | None,
+    gate_amax: Tensor | None,
+    up_scale: Tensor | None,
+    up_scale_inv: Tensor | None,
+    up_amax: Tensor | None,
+    dtype: torch.dtype,
+    fp8_max: float,
+    grad_dtype: torch.dtype,
+    grad_max: float,
+) -> SixTensors:
+    """Of the product (x_fp8 transposed, scale_inv), of grad_gate and of grad_up (x_fp8, scale_inv).
+
+    With `gate_kept` no columns: `swiglu_columns` reads codes by itself. Tensorwise the amax of the product is in the
+    place of their scale_inv.
+    """
+    gate, up = _factors(gate, up, gate_kept, up_kept)
+    if gate_kept is None:
+        columns = swiglu_columns(gate, up, None, None, mode, scale, scale_inv, amax, dtype, fp8_max)
+    else:
+        measured = hidden(gate, up).abs().amax() if mode == "tensorwise" and gate.numel() else gate.new_zeros(())
+        columns = gate.new_empty((0, gate.shape[0]), dtype=dtype), measured.float()
+    slots = gate_scale, gate_scale_inv, gate_amax, up_scale, up_scale_inv, up_amax
+    found = swiglu_backward_to_fp8(grad_hidden, gate, up, mode, *slots, grad_dtype, grad_max, False)
+    return *columns, *found[:2], *found[3:5]

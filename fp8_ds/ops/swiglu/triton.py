@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 from torch import Tensor
@@ -14,6 +12,8 @@ from fp8_ds.ops._producer import SlotTensors, empty_amax, empty_output
 from fp8_ds.ops._tiles import as_words, num_tiles, tile_options
 from fp8_ds.ops.swiglu.columns_kernel import swiglu_backward_and_columns_kernel, swiglu_columns_kernel
 from fp8_ds.ops.swiglu.kernel import BF16, swiglu_backward_kernel, swiglu_kernel
+from fp8_ds.ops.swiglu.reference import SixTensors, empty_gradients
+from fp8_ds.ops.transpose.triton import runs_ptx
 
 _MODES = {"given": [device.GIVEN], "rowwise": [device.ROWWISE], "tensorwise": [device.AMAX, device.FROM_AMAX]}
 _BLOCK = 2048
@@ -32,38 +32,18 @@ _BOTH_QUARTER, _BOTH_WARPS = 8, 4
 columns alone (benchmarks/results/2026-11-23-kernels-tune-beside.json)."""
 
 
-@dataclass(frozen=True)
-class _Launch:
-    """How the columns are cut: programs of `block` columns (`fits`: that is all they have to see), each by `num_warps`.
+def _cut(mode: str, num_cols: int, with_hp: bool) -> dict[str, int]:
+    """How the forward cuts the columns: programs of BLOCK columns (FITS: that is all they have to see), their warps.
 
-    Args:
-        max_registers: per thread: so many that a multiprocessor has two programs of a row of 16384 in backward and
-            three in forward, of which one loads while another computes.
+    Rowwise so many registers a thread that a multiprocessor has three programs of a row of 16384, of which one loads
+    while another computes.
     """
-
-    fits: bool
-    block: int
-    num_warps: int
-    max_registers: int | None = None
-
-    @property
-    def options(self) -> dict[str, int]:
-        return {"num_warps": self.num_warps} | ({} if self.max_registers is None else {"maxnreg": self.max_registers})
-
-
-def _launch(mode: str, num_cols: int, max_registers: int) -> _Launch:
-    if mode == "bf16":
-        return _Launch(True, _BLOCK, _BLOCK // (32 * 8))
     if mode != "rowwise":
-        return _Launch(True, _BLOCK, _BLOCK // (32 * 16))
+        return {"FITS": True, "BLOCK": _BLOCK, "num_warps": _BLOCK // (32 * 16)}
     if num_cols > _MAX_ROW:
-        return _Launch(False, _LONG_ROW_BLOCK, _LONG_ROW_BLOCK // (32 * 32))
+        return {"FITS": False, "BLOCK": _LONG_ROW_BLOCK, "num_warps": _LONG_ROW_BLOCK // (32 * 32)}
     block = max(triton.next_power_of_2(num_cols), 1024)
-    return _Launch(True, block, block // (32 * 32), max_registers)
-
-
-def _num_programs(mode: str, num_rows: int, num_cols: int) -> int:
-    return num_rows if mode == "rowwise" else num_rows * ceil_div(num_cols, _BLOCK)
+    return {"FITS": True, "BLOCK": block, "num_warps": block // (32 * 32), "maxnreg": 64 if with_hp else 40}
 
 
 def _scales(mode: str, slot: SlotTensors, scale_inv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,58 +60,56 @@ def swiglu(
     gate: Tensor,
     up: Tensor,
     mode: str,
-    slot: SlotTensors,
-    record: bool,
+    scale: Tensor | None,
+    scale_inv: Tensor | None,
+    amax_local: Tensor | None,
     dtype: torch.dtype,
     fp8_max: float,
-    twice: bool,
     with_hp: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(x_fp8, scale_inv, hp, amax); hp has no elements unless `with_hp`, amax none unless the mode is tensorwise."""
-    num_rows, num_cols = gate.shape
-    x_fp8, scale_inv, hp = empty_output(num_rows, num_cols, mode, dtype, with_hp, gate)
-    scales = _scales(mode, slot, scale_inv)
-    records = mode == "given" and record
-    _product(mode, _MODES[mode], gate, up, x_fp8.view(torch.uint8), hp, scales, records, fp8_max, twice, with_hp)
+    """As `reference.swiglu`, within the bounds that the package states."""
+    x_fp8, found, hp = empty_output(gate, mode, dtype, with_hp)
+    scales, record = _scales(mode, SlotTensors(scale, scale_inv, amax_local), found), amax_local is not None
+    _product(mode, _MODES[mode], gate, up, x_fp8.view(torch.uint8), hp, scales, record, fp8_max, with_hp)
     return x_fp8, scales[1], hp, scales[2] if mode == "tensorwise" else empty_amax(mode, gate)
 
 
 def _read_kept(
-    gate: Tensor, up: Tensor, scales: tuple[Tensor, Tensor] | None, unread: Tensor
-) -> tuple[tuple[Tensor, ...], tuple[int, ...], bool]:
-    """How a kernel of tiles is given gate and up, in bf16 or as codes: (tensors, strides, whether they are codes)."""
-    kept = (unread, unread) if scales is None else scales
-    if scales is not None:
-        gate, up = gate.view(torch.uint8), up.view(torch.uint8)
-    of_scales = (0, 0) if scales is None else kept[0].stride()
-    return (gate, up, *kept), (gate.stride(0), up.stride(0), *of_scales), scales is not None
+    gate: Tensor, up: Tensor, gate_kept: Tensor | None, up_kept: Tensor | None, unread: Tensor
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """How a kernel of tiles is given gate and up, in bf16 or as codes: (tensors, strides)."""
+    if gate_kept is None or up_kept is None:
+        return (gate, up, unread, unread), (gate.stride(0), up.stride(0), 0, 0)
+    tensors = gate.view(torch.uint8), up.view(torch.uint8), gate_kept, up_kept
+    return tensors, (gate.stride(0), up.stride(0), *gate_kept.stride())
 
 
 def swiglu_columns(
     gate: Tensor,
     up: Tensor,
-    kept_scales: tuple[Tensor, Tensor] | None,
+    gate_kept: Tensor | None,
+    up_kept: Tensor | None,
     mode: str,
-    slot: SlotTensors,
+    scale: Tensor | None,
+    scale_inv: Tensor | None,
     amax: Tensor | None,
     dtype: torch.dtype,
     fp8_max: float,
-    twice: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(x_fp8 transposed, scale_inv); nothing is recorded. Tensorwise, a pass finds the amax if it is not known."""
+    """As `reference.swiglu_columns`; tensorwise, a pass finds the amax if it is not known."""
     num_rows, num_cols = gate.shape
     columns = torch.empty((num_cols, num_rows), dtype=dtype, device=gate.device)
-    passes = _MODES[mode]
+    passes, is_kept = _MODES[mode], gate_kept is not None
     found = torch.empty((), dtype=torch.float32, device=gate.device)
     if mode == "tensorwise" and amax is not None:
         scales, passes = (found, found, amax), passes[1:]
     else:
-        scales = _scales(mode, slot, found)
-        if kept_scales is None:  # a row at a time, which is faster, writes nothing
+        scales = _scales(mode, SlotTensors(scale, scale_inv, None), found)
+        if not is_kept:  # a row at a time, which is faster, writes nothing
             none = gate.new_empty(0)
-            _product(mode, passes[:-1], gate, up, columns.view(torch.uint8), none, scales, False, fp8_max, twice, False)
+            _product(mode, passes[:-1], gate, up, columns.view(torch.uint8), none, scales, False, fp8_max, False)
             passes = passes[-1:]
-    tensors, strides, is_kept = _read_kept(gate, up, kept_scales, found)
+    tensors, strides = _read_kept(gate, up, gate_kept, up_kept, found)
     words = as_words(columns)
     quarter, warps = (_KEPT_QUARTER, _KEPT_WARPS) if is_kept else (_COLUMNS_QUARTER, _COLUMNS_WARPS)
     for kernel_mode in passes:
@@ -146,9 +124,8 @@ def swiglu_columns(
             *strides,
             MODE=kernel_mode,
             KEPT=is_kept,
-            TWICE=twice,
             FP8_MAX=fp8_max,
-            PTX=gate.is_cuda and torch.version.hip is None,
+            PTX=runs_ptx(gate),
             num_warps=warps,
             enable_fp_fusion=False,
             **tile_options(quarter, num_rows, num_cols, words),
@@ -160,32 +137,38 @@ def swiglu_backward_and_columns(
     grad_hidden: Tensor,
     gate: Tensor,
     up: Tensor,
-    kept_scales: tuple[Tensor, Tensor] | None,
+    gate_kept: Tensor | None,
+    up_kept: Tensor | None,
     mode: str,
-    slots: tuple[SlotTensors, SlotTensors, SlotTensors],
+    scale: Tensor | None,
+    scale_inv: Tensor | None,
     amax: Tensor | None,
-    record: bool,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    fp8_maxes: tuple[float, float],
-    twice: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of the product (x_fp8 transposed, scale_inv), of grad_gate and of grad_up (x_fp8, scale_inv).
-
-    With `kept_scales` no columns: `swiglu_columns` reads codes by itself. Tensorwise the amax of the product is in the
-    place of their scale_inv.
-    """
+    gate_scale: Tensor | None,
+    gate_scale_inv: Tensor | None,
+    gate_amax: Tensor | None,
+    up_scale: Tensor | None,
+    up_scale_inv: Tensor | None,
+    up_amax: Tensor | None,
+    dtype: torch.dtype,
+    fp8_max: float,
+    grad_dtype: torch.dtype,
+    grad_max: float,
+) -> SixTensors:
+    """As `reference.swiglu_backward_and_columns`."""
     num_rows, num_cols = gate.shape
-    columns = torch.empty((0 if kept_scales else num_cols, num_rows), dtype=dtypes[0], device=gate.device)
-    fp8s = [torch.empty((num_rows, num_cols), dtype=dtypes[1], device=gate.device) for _ in range(2)]
+    is_kept = gate_kept is not None
+    columns = torch.empty((0 if is_kept else num_cols, num_rows), dtype=dtype, device=gate.device)
+    fp8s = [torch.empty((num_rows, num_cols), dtype=grad_dtype, device=gate.device) for _ in range(2)]
     founds = [torch.empty((), dtype=torch.float32, device=gate.device) for _ in range(3)]
-    of_grads = [_scales(mode, slot, found) for slot, found in zip(slots[1:], founds[1:], strict=True)]
-    if kept_scales is not None and mode != "tensorwise":
+    of_gate = _scales(mode, SlotTensors(gate_scale, gate_scale_inv, gate_amax), founds[1])
+    of_up = _scales(mode, SlotTensors(up_scale, up_scale_inv, up_amax), founds[2])
+    if is_kept and mode != "tensorwise":
         of_product = (founds[0],) * 3
     elif mode == "tensorwise" and amax is not None:
         of_product = founds[0], founds[0], amax
     else:
-        of_product = _scales(mode, slots[0], founds[0])
-    tensors, strides, is_kept = _read_kept(gate, up, kept_scales, founds[0])
+        of_product = _scales(mode, SlotTensors(scale, scale_inv, None), founds[0])
+    tensors, strides = _read_kept(gate, up, gate_kept, up_kept, founds[0])
     words = as_words(columns)
     for kernel_mode in _MODES[mode]:
         launch(
@@ -196,26 +179,23 @@ def swiglu_backward_and_columns(
             words,
             *(fp8.view(torch.uint8) for fp8 in fp8s),
             *of_product,
-            *of_grads[0],
-            *of_grads[1],
+            *of_gate,
+            *of_up,
             num_rows,
             num_cols,
             grad_hidden.stride(0),
             *strides,
             MODE=kernel_mode,
-            RECORD=mode == "given" and record,
             MEASURES=amax is None,
             KEPT=is_kept,
-            TWICE=twice,
-            FP8_MAX=fp8_maxes[0],
-            GRAD_MAX=fp8_maxes[1],
-            PTX=gate.is_cuda and torch.version.hip is None,
+            FP8_MAX=fp8_max,
+            GRAD_MAX=grad_max,
+            PTX=runs_ptx(gate),
             num_warps=_BOTH_WARPS,
             enable_fp_fusion=False,
             **tile_options(_BOTH_QUARTER, num_rows, num_cols, words),
         )
-    of_columns = of_product[1 if kept_scales is None else 2]
-    return columns, of_columns, fp8s[0], of_grads[0][1], fp8s[1], of_grads[1][1]
+    return columns, of_product[2 if is_kept else 1], fp8s[0], of_gate[1], fp8s[1], of_up[1]
 
 
 def _product(
@@ -228,16 +208,14 @@ def _product(
     scales: tuple[Tensor, Tensor, Tensor],
     record: bool,
     fp8_max: float,
-    twice: bool,
     with_hp: bool,
 ) -> None:
     """Fills `x_fp8` and `hp`, and what is in `scales`."""
     num_rows, num_cols = gate.shape
-    settings = _launch(mode, num_cols, 64 if with_hp else 40)
     for kernel_mode in kernel_modes:
         launch(
             swiglu_kernel,
-            _num_programs(mode, num_rows, num_cols),
+            num_rows if mode == "rowwise" else num_rows * ceil_div(num_cols, _BLOCK),
             gate,
             up,
             x_fp8,
@@ -248,101 +226,83 @@ def _product(
             up.stride(0),
             MODE=kernel_mode,
             RECORD=record,
-            TWICE=twice,
             HAS_HP=with_hp,
             FP8_MAX=fp8_max,
-            FITS=settings.fits,
-            BLOCK=settings.block,
-            PTX=gate.is_cuda and torch.version.hip is None,
+            PTX=runs_ptx(gate),
             enable_fp_fusion=False,
-            **settings.options,
+            **_cut(mode, num_cols, with_hp),
         )
 
 
-def swiglu_backward(grad_hidden: Tensor, gate: Tensor, up: Tensor, packed: bool, twice: bool) -> tuple[Tensor, Tensor]:
-    """(grad_gate, grad_up), or ([T, 2F], no elements) if `packed`."""
-    num_rows, num_cols = gate.shape
-    hps = [
-        torch.empty(shape, dtype=gate.dtype, device=gate.device)
-        for shape in ([(num_rows, 2 * num_cols), (0,)] if packed else [(num_rows, num_cols)] * 2)
-    ]
+def swiglu_backward(grad_hidden: Tensor, gate: Tensor, up: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
+    """As `reference.swiglu_backward`, within the bounds that the package states."""
+    grads = empty_gradients(gate, packed)
+    hps = (grads[0], grads[0][:, gate.shape[1] :]) if packed else grads
     unused = (torch.empty(0, dtype=torch.float32, device=gate.device),) * 3
-    _backward("bf16", [BF16], grad_hidden, gate, up, packed, hps, hps, [unused] * 2, False, 0.0, twice, True)
-    return hps[0], hps[1]
+    _backward([BF16], grad_hidden, gate, up, hps, hps, unused, unused, 0.0, True)
+    return grads
 
 
 def swiglu_backward_to_fp8(
     grad_hidden: Tensor,
     gate: Tensor,
     up: Tensor,
-    packed: bool,
     mode: str,
-    slots: tuple[SlotTensors, SlotTensors],
-    record: bool,
+    gate_scale: Tensor | None,
+    gate_scale_inv: Tensor | None,
+    gate_amax: Tensor | None,
+    up_scale: Tensor | None,
+    up_scale_inv: Tensor | None,
+    up_amax: Tensor | None,
     dtype: torch.dtype,
     fp8_max: float,
-    twice: bool,
     with_hp: bool,
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """(x_fp8, scale_inv, hp) of grad_gate and of grad_up, or of both in one if `packed`."""
-    num_rows, num_cols = gate.shape
-    num_outputs, width = (1, 2 * num_cols) if packed else (2, num_cols)
-    outputs = [empty_output(num_rows, width, mode, dtype, with_hp, gate) for _ in range(num_outputs)]
-    scales = [_scales(mode, slot, output[1]) for slot, output in zip(slots, outputs, strict=False)]
-    fp8s = [output[0].view(torch.uint8) for output in outputs]
-    hps = [output[2] for output in outputs]
-    _backward(
-        mode, _MODES[mode], grad_hidden, gate, up, packed, fp8s, hps, scales, mode == "given" and record, fp8_max,
-        twice, with_hp,
-    )  # fmt: skip
-    return [(output[0], scale[1], output[2]) for output, scale in zip(outputs, scales, strict=True)]
+) -> SixTensors:
+    """As `reference.swiglu_backward_to_fp8`."""
+    gate_fp8, gate_found, gate_hp = empty_output(gate, mode, dtype, with_hp)
+    up_fp8, up_found, up_hp = empty_output(gate, mode, dtype, with_hp)
+    of_gate = _scales(mode, SlotTensors(gate_scale, gate_scale_inv, gate_amax), gate_found)
+    of_up = _scales(mode, SlotTensors(up_scale, up_scale_inv, up_amax), up_found)
+    fp8s = gate_fp8.view(torch.uint8), up_fp8.view(torch.uint8)
+    _backward(_MODES[mode], grad_hidden, gate, up, fp8s, (gate_hp, up_hp), of_gate, of_up, fp8_max, with_hp)
+    return gate_fp8, of_gate[1], gate_hp, up_fp8, of_up[1], up_hp
 
 
 def _backward(
-    mode: str,
     kernel_modes: list[int],
     grad_hidden: Tensor,
     gate: Tensor,
     up: Tensor,
-    packed: bool,
-    fp8s: list[Tensor],
-    hps: list[Tensor],
-    scales: list[tuple[Tensor, Tensor, Tensor]],
-    record: bool,
+    fp8s: tuple[Tensor, Tensor],
+    hps: tuple[Tensor, Tensor],
+    of_gate: tuple[Tensor, Tensor, Tensor],
+    of_up: tuple[Tensor, Tensor, Tensor],
     fp8_max: float,
-    twice: bool,
     with_hp: bool,
 ) -> None:
-    """Fills `fp8s` and `hps` (one each if `packed`, else two), and what is in `scales`."""
+    """Fills `fp8s` and `hps`, and what is in the scales."""
     num_rows, num_cols = gate.shape
-    settings = _launch(mode, num_cols, 64)
-    if packed:
-        fp8s, hps = ([one[0], one[0][:, num_cols:] if one[0].dim() == 2 else one[0]] for one in (fp8s, hps))
     for kernel_mode in kernel_modes:
         launch(
             swiglu_backward_kernel,
-            _num_programs(mode, num_rows, num_cols),
+            num_rows * ceil_div(num_cols, _BLOCK),
             grad_hidden,
             gate,
             up,
             *fp8s,
             *hps,
-            *scales[0],
-            *scales[-1],
+            *of_gate,
+            *of_up,
             num_cols,
             grad_hidden.stride(0),
             gate.stride(0),
             up.stride(0),
-            2 * num_cols if packed else num_cols,
+            hps[0].stride(0) if kernel_mode == BF16 else num_cols,
             MODE=kernel_mode,
-            RECORD=record,
-            TWICE=twice,
             HAS_HP=with_hp,
-            PACKED=packed,
             FP8_MAX=fp8_max,
-            FITS=settings.fits,
-            BLOCK=settings.block,
-            PTX=gate.is_cuda and torch.version.hip is None,
+            BLOCK=_BLOCK,
+            PTX=runs_ptx(gate),
+            num_warps=_BLOCK // (32 * (8 if kernel_mode == BF16 else 16)),
             enable_fp_fusion=False,
-            **settings.options,
         )

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from fp8_ds.ops._register import register
+from fp8_ds.ops._register import register_pair
 from fp8_ds.ops.transpose import reference
 
-
-def _kernel(x: Tensor) -> Tensor:
-    if x.is_cuda:
-        from fp8_ds.ops.transpose import triton  # the package is missing where there is no GPU
-
-        with torch.cuda.device_of(x):  # Triton launches on the current device
-            return triton.transpose(x)
-    return reference.transpose(x)
-
-
-_transpose, _LIBRARY = register("transpose(Tensor x) -> Tensor", _kernel, lambda x: x.new_empty(x.mT.shape))
+_transpose = register_pair("transpose(Tensor x) -> Tensor", reference, lambda x: x.new_empty(x.mT.shape))
 
 
 def transpose(x: Tensor) -> Tensor:

@@ -15,36 +15,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8_ds.ops._register import register
+from fp8_ds.ops._register import register_pair
 from fp8_ds.ops.weighted_sum import reference
 
-
-def _kernel(rows: Tensor, place: Tensor, weights: Tensor, out_dtype: torch.dtype) -> Tensor:
-    if rows.is_cuda and rows.numel():
-        from fp8_ds.ops.weighted_sum import triton  # the package is missing where there is no GPU
-
-        with torch.cuda.device_of(rows):  # Triton launches on the current device
-            return triton.weighted_sum(rows, place, weights, out_dtype)
-    return reference.weighted_sum(rows, place, weights, out_dtype)
-
-
-def _backward_kernel(grad: Tensor, rows: Tensor, place: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    if rows.is_cuda and rows.numel():
-        from fp8_ds.ops.weighted_sum import triton
-
-        with torch.cuda.device_of(rows):
-            return triton.weighted_sum_backward(grad, rows, place, weights)
-    return reference.weighted_sum_backward(grad, rows, place, weights)
-
-
-_sum, _SUM = register(
+_sum = register_pair(
     "weighted_sum(Tensor rows, Tensor place, Tensor weights, ScalarType out_dtype) -> Tensor",
-    _kernel,
+    reference,
     lambda rows, place, weights, out_dtype: rows.new_empty((weights.shape[0], rows.shape[1]), dtype=out_dtype),
 )
-_backward, _BACKWARD = register(
+_backward = register_pair(
     "weighted_sum_backward(Tensor grad, Tensor rows, Tensor place, Tensor weights) -> (Tensor, Tensor)",
-    _backward_kernel,
+    reference,
     lambda grad, rows, place, weights: (rows.new_empty(rows.shape), weights.new_empty(weights.shape)),
 )
 

@@ -24,7 +24,6 @@ from fp8_ds.ops.swiglu import (
     swiglu_backward_and_columns,
     swiglu_backward_kept,
     swiglu_columns,
-    swiglu_with_amax,
 )
 from fp8_ds.ops.transpose import transpose
 from fp8_ds.testing import assert_bitwise, sqnr_db
@@ -208,8 +207,8 @@ def test_the_products_columns_are_the_bytes_of_its_rows_transposed(recipe, nonli
     """Beside the gradients or by themselves; and nothing of it is recorded twice."""
     (rows, rows_history), (columns, history) = make(recipe, nonlinear), make(recipe, nonlinear)
 
-    def from_rows(gate, up, fmt, scaling, *, rounding, amax=None):
-        found = swiglu(gate, up, fmt, scaling, record=False, rounding=rounding)
+    def from_rows(gate, up, fmt, scaling, *, amax=None):
+        found, _ = swiglu(gate, up, fmt, scaling, record=False)
         return transpose(found.x_fp8), found.scale_inv
 
     with monkeypatch.context() as patched:
@@ -232,7 +231,7 @@ def test_the_products_amax_is_measured_with_what_is_read_for_something_else(reci
     measured, again, used = [], [], []
 
     def forward(*args, **kwargs):
-        measured.append(swiglu_with_amax(*args, **kwargs))
+        measured.append(swiglu(*args, **kwargs))
         return measured[-1]
 
     def columns(*args, amax, **kwargs):
@@ -248,7 +247,7 @@ def test_the_products_amax_is_measured_with_what_is_read_for_something_else(reci
         used.append(amax)
         return swiglu_columns(*args, amax=amax, **kwargs)
 
-    monkeypatch.setattr("fp8_ds.nn.swiglu.swiglu_with_amax", forward)
+    monkeypatch.setattr("fp8_ds.nn.swiglu.swiglu", forward)
     monkeypatch.setattr("fp8_ds.nn.swiglu.swiglu_backward_and_columns", columns)
     monkeypatch.setattr("fp8_ds.nn.swiglu.swiglu_backward_kept", kept)
     monkeypatch.setattr("fp8_ds.nn.swiglu.swiglu_columns", kept_columns)

@@ -8,6 +8,7 @@ from fp8_ds.ops.align import reference, triton
 from fp8_ds.testing import assert_bitwise
 
 COVERING = [((1, 1), E4M3), ((80, 144), E4M3), ((65, 9), E5M2), ((7, 32), E5M2)]
+"""With scales that a kernel finds the largest of, and with more."""
 OTHERS = [(shape, E5M2 if fmt is E4M3 else E4M3) for shape, fmt in COVERING]
 
 
@@ -17,19 +18,28 @@ OTHERS = [(shape, E5M2 if fmt is E4M3 else E4M3) for shape, fmt in COVERING]
 def test_kernel_equals_reference_for_every_code_and_shift(fmt, shape):
     codes = (torch.arange(shape[0] * shape[1]) % 251).to(torch.uint8).reshape(shape)
     codes[(codes & 0x7F) > 0x7B] = 0  # NaN and infinity: their signs may differ
-    ratio = torch.exp2(-(torch.arange(shape[0]) % 40).float())
+    scale_inv = torch.exp2(-(torch.arange(shape[0]) % 40).float())
     x_fp8 = codes.view(fmt.dtype)
-    assert_bitwise(triton.shift_transpose(x_fp8, ratio), reference.shift_transpose(x_fp8, ratio))
+    for found, expected in zip(triton.align(x_fp8, scale_inv), reference.align(x_fp8, scale_inv), strict=True):
+        assert_bitwise(found, expected)
+
+
+def test_more_scales_than_a_kernel_looks_at_and_fewer_than_rows_equal_reference():
+    x_fp8, scale_inv = torch.ones(40, 16).to(E4M3.dtype), torch.exp2(-(torch.arange(20) % 7).float())
+    for found, expected in zip(triton.align(x_fp8, scale_inv), reference.align(x_fp8, scale_inv), strict=True):
+        assert_bitwise(found, expected)
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 def test_what_is_not_a_number_stays_so(fmt):
-    x_fp8 = torch.ones(16, 16).to(fmt.dtype)
-    x_fp8[3, 5] = float("nan")
-    ratio = torch.ones(16)
-    ratio[7] = float("nan")
-    found = triton.shift_transpose(x_fp8, ratio).float().isnan()
-    assert found[5, 3] and found[:, 7].all() and int(found.sum()) == 17
+    for num_rows in (16, 32):
+        x_fp8 = torch.ones(num_rows, 16).to(fmt.dtype)
+        x_fp8[3, 5] = float("nan")
+        found = triton.align(x_fp8, torch.ones(num_rows))[0].float().isnan()
+        assert found[5, 3] and int(found.sum()) == 1
+        scale_inv = torch.ones(num_rows)
+        scale_inv[7] = float("nan")
+        assert triton.align(x_fp8, scale_inv)[0].float().isnan().all()
 
 
 FEW = [

@@ -9,7 +9,7 @@ import torch
 
 from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.ops.grouped import reference, triton
-from fp8_ds.ops.grouped.layout import num_columns
+from fp8_ds.ops.grouped.reference import num_columns
 from fp8_ds.testing import assert_bitwise
 
 SMALL = triton.Tiles(rows=32, cols=16, inner=32, tall=2, flatten=False)

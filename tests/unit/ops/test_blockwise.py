@@ -1,9 +1,6 @@
 """Blockwise quantisation: scales against a search, layouts, edges, the transpose of codes, amaxes of shards."""
 
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -26,12 +23,6 @@ NAN, INF = float("nan"), float("inf")
 SHAPES = [(128, 128), (256, 384), (1, 1), (130, 257), (37, 1000)]
 
 
-def child(*arguments, **environment):
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, stdout=-1, stderr=-2, text=True, env=env | environment, timeout=300, check=False)
-
-
 def dequantize(x_fp8, scale_inv, block):
     rows = scale_inv.repeat_interleave(block[0], 0)
     return x_fp8.float() * rows.repeat_interleave(128, 1)[: x_fp8.shape[0], : x_fp8.shape[1]]
@@ -40,24 +31,6 @@ def dequantize(x_fp8, scale_inv, block):
 def largest_power_of_two(amax, fp8_max):
     """By search, in exact arithmetic of Python's floats."""
     return max(2.0**e for e in range(-140, 127) if amax * 2.0**e <= fp8_max)
-
-
-def test_triton_on_cpu_is_refused_without_the_interpreter():
-    pytest.importorskip("triton")
-    from fp8_ds.ops.blockwise import triton
-
-    with pytest.raises(ValueError, match="x: expected a CUDA tensor, got one on cpu"):
-        triton.block_amax(torch.ones(2, 2), 0, 2, 2, 1)
-
-
-def test_a_missing_triton_is_an_error_that_names_it(monkeypatch):
-    from fp8_ds.ops import blockwise
-
-    monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "fp8_ds.ops.blockwise.triton", raising=False)
-    monkeypatch.delattr(blockwise, "triton", raising=False)
-    with pytest.raises(ImportError, match=r"^triton: expected the package"):
-        blockwise._triton()
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

@@ -11,7 +11,7 @@ from torch import Tensor
 from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.ops.gemm import scaled_mm
 from fp8_ds.ops.grouped import can_run, columns, columns_by_columns, rows_by_matrices
-from fp8_ds.ops.grouped.layout import GROUP_BLOCK, num_columns
+from fp8_ds.ops.grouped.reference import GROUP_BLOCK, num_columns
 from fp8_ds.testing import assert_bitwise, sqnr_db
 
 SIZES = [37, 0, 128, 1, 0, 16]
@@ -107,7 +107,7 @@ def test_what_no_kernel_takes_is_refused() -> None:
     x, weight, grad, ends = operands()
     two = (torch.ones(2), torch.tensor(1.0))
     cases: list[tuple[str, tuple[Any, ...]]] = [
-        ("a, b: expected float8_e4m3fn with", (grad, weight.view(E5M2.dtype), ends, *SCALES, torch.bfloat16)),
+        ("a_fp8, b_fp8: expected float8_e4m3fn with", (grad, weight.view(E5M2.dtype), ends, *SCALES, torch.bfloat16)),
         ("a, b: expected contiguous", (x, weight.mT, ends, *SCALES, torch.bfloat16)),
         ("multiple of 16", (x[:, :8].contiguous(), weight[..., :8].contiguous(), ends, *SCALES, torch.bfloat16)),
         ("float32, 0-dim", (x, weight, ends, *two, torch.bfloat16)),

@@ -175,7 +175,7 @@ def ops() -> dict[str, Callable[[], Any]]:
         "grouped_rows": lambda: grouped.rows_by_matrices(x_fp8, weight, ends, *scales, torch.bfloat16, True),
         "grouped_columns": lambda: grouped.columns(x_fp8, ends),
         "grouped_matrices": lambda: grouped.columns_by_columns(columns, columns, ends, *scales, torch.float32, False),
-        "swiglu_backward": lambda: swiglu.swiglu_backward(x, x, x, False, True),
+        "swiglu_backward": lambda: swiglu.swiglu_backward(x, x, x, False),
         "weighted_sum": lambda: weighted.weighted_sum(x, place, by, torch.bfloat16),
         "weighted_sum_backward": lambda: weighted.weighted_sum_backward(x[:32], x, place, by),
     }

@@ -7,7 +7,7 @@ import torch
 from support import MANY_SCALES, many_scales
 
 from fp8_ds.formats import E4M3, E4M4, E5M2
-from fp8_ds.ops.quantize import amax, quantize, quantize_delayed, quantize_tensorwise, record_amax
+from fp8_ds.ops.quantize import amax, quantize, quantize_delayed_planes, quantize_tensorwise, record_amax
 from fp8_ds.scaling import scale_from_amax
 from fp8_ds.testing import assert_bitwise, sqnr_db
 
@@ -135,9 +135,9 @@ def test_empty_tensors_quantize_with_scale_one():
 @pytest.mark.parametrize("record", [True, False])
 def test_delayed_uses_the_given_scale_and_records_only_when_told(record):
     vector = torch.tensor([9.0, 0.25, 9.0])
-    x = torch.tensor([-0.5, 0.1, 500.0])
+    x = torch.tensor([[-0.5, 0.1, 500.0]])
     scale, scale_inv = torch.tensor(2.0), torch.tensor(0.5)
-    x_fp8, got_inv = quantize_delayed(x, scale, scale_inv, vector[1], E4M3, record=record)
+    x_fp8, _, got_inv = quantize_delayed_planes(x, scale, scale_inv, vector[1], E4M3, "row", record=record)
     assert_bitwise(x_fp8, quantize(x, scale, E4M3))
     assert got_inv == 0.5 and got_inv.data_ptr() != scale_inv.data_ptr()
     assert vector.tolist() == [9.0, 500.0 if record else 0.25, 9.0]
@@ -145,7 +145,7 @@ def test_delayed_uses_the_given_scale_and_records_only_when_told(record):
 
 def test_delayed_keeps_a_larger_recorded_amax():
     slot = torch.tensor(700.0)
-    quantize_delayed(torch.ones(3), ONE, ONE, slot, E4M3, record=True)
+    quantize_delayed_planes(torch.ones(1, 3), ONE, ONE, slot, E4M3, "row", record=True)
     record_amax(torch.full((2,), 600.0), slot)
     assert slot == 700.0
     record_amax(torch.full((2,), -800.0), slot)
@@ -156,8 +156,8 @@ def test_delayed_keeps_a_larger_recorded_amax():
 @pytest.mark.parametrize("record", [True, False])
 def test_delayed_does_not_hide_a_non_finite_input(bad, record):
     slot = torch.tensor(1.0)
-    x = torch.tensor([1.0, bad])
-    x_fp8, scale_inv = quantize_delayed(x, ONE, ONE, slot, E4M3, record=record)
+    x = torch.tensor([[1.0, bad]])
+    x_fp8, _, scale_inv = quantize_delayed_planes(x, ONE, ONE, slot, E4M3, "row", record=record)
     assert (x_fp8.float() * scale_inv).isnan().all()
     assert bool(slot.isfinite()) is not record
 
@@ -178,8 +178,6 @@ def test_ops_pass_opcheck(x):
     torch.library.opcheck(ops.quantize.default, (x, ONE, E4M3.dtype, E4M3.max), test_utils=checks)
     for current in (ops.quantize_tensorwise, ops.quantize_tensor_pow2):
         torch.library.opcheck(current.default, (x, E5M2.dtype, E5M2.max), test_utils=checks)
-    delayed = (x, ONE, ONE.clone(), slot, True, E4M3.dtype, E4M3.max)
-    torch.library.opcheck(ops.quantize_delayed.default, delayed, test_utils=checks)
     torch.library.opcheck(ops.record_amax.default, (x, slot), test_utils=checks)
     part = (x.flatten().contiguous(), torch.rand(3, 2) + 0.5, 2, 4, 3, 2, E4M3.dtype, E4M3.max)
     torch.library.opcheck(ops.quantize_part.default, part, test_utils=checks)

@@ -9,10 +9,8 @@ from fp8_ds.ops.quantize import (
     PLANES,
     quantize,
     quantize_colwise_t,
-    quantize_delayed,
     quantize_delayed_planes,
     quantize_measured_planes,
-    quantize_planes,
     quantize_rowwise,
     quantize_tensorwise,
     quantize_tensorwise_planes,
@@ -29,7 +27,7 @@ SCALE = torch.tensor(2.5)
 def test_planes_are_quantize_and_its_transpose_in_memory_of_their_own(shape, fmt):
     x = many_scales("per_tile", *shape).bfloat16()
     expected = quantize(x, SCALE, fmt)
-    row, col = quantize_planes(x, SCALE, fmt, "both")
+    row, col, _, _ = quantize_measured_planes(x, SCALE, 1 / SCALE, fmt, "both")
     assert_bitwise(row, expected)
     assert_bitwise(col, expected.t().contiguous())
     assert row.is_contiguous() and col.is_contiguous() and row.data_ptr() != col.data_ptr()
@@ -38,7 +36,7 @@ def test_planes_are_quantize_and_its_transpose_in_memory_of_their_own(shape, fmt
 def test_planes_that_are_not_asked_for_are_none():
     x = torch.randn(3, 4)
     made = {
-        "planes": {planes: quantize_planes(x, SCALE, E4M3, planes) for planes in PLANES},
+        "measured": {planes: quantize_measured_planes(x, SCALE, 1 / SCALE, E4M3, planes)[:2] for planes in PLANES},
         "tensorwise": {planes: quantize_tensorwise_planes(x, E4M3, planes)[:2] for planes in PLANES},
     }
     for results in made.values():
@@ -58,18 +56,16 @@ def test_tensorwise_and_delayed_planes_are_those_of_the_plain_functions(bad):
     for got, expected in ((row, x_fp8), (col.t().contiguous(), x_fp8), (planes_scale_inv, scale_inv)):
         assert_bitwise(got, expected)
 
-    slots = torch.tensor(1.0), torch.tensor(1.0)
-    x_fp8, scale_inv = quantize_delayed(x, SCALE, 1 / SCALE, slots[0], E4M3, record=True)
-    _, col, planes_scale_inv = quantize_delayed_planes(x, SCALE, 1 / SCALE, slots[1], E4M3, "col", record=True)
-    for got, expected in ((col.t().contiguous(), x_fp8), (planes_scale_inv, scale_inv), slots):
-        assert_bitwise(got, expected)
-    before = slots[1].clone()
+    slot = torch.tensor(1.0)
+    _, col, planes_scale_inv = quantize_delayed_planes(x, SCALE, 1 / SCALE, slot, E4M3, "col", record=True)
+    assert_bitwise(col.t().contiguous(), quantize(x, SCALE, E4M3))
+    before = slot.clone()
     *measured, amax = quantize_measured_planes(x, SCALE, 1 / SCALE, E4M3, "col")
     assert measured[0] is None
-    for a, b in zip((*measured[1:], amax), (col, planes_scale_inv, slots[1]), strict=True):
+    for a, b in zip((*measured[1:], amax), (col, planes_scale_inv, slot), strict=True):
         assert_bitwise(a, b)
-    quantize_delayed_planes(10 * x, SCALE, 1 / SCALE, slots[1], E4M3, "row", record=False)
-    assert_bitwise(slots[1], before)
+    quantize_delayed_planes(10 * x, SCALE, 1 / SCALE, slot, E4M3, "row", record=False)
+    assert_bitwise(slot, before)
 
 
 @pytest.mark.parametrize("family", MANY_SCALES)
@@ -150,13 +146,13 @@ def test_rows_of_zeros_and_of_no_elements_have_the_smallest_scale_inv():
 def test_wrong_arguments_are_refused():
     x = torch.ones(4, 6)
     with pytest.raises(ValueError, match="planes: expected one of"):
-        quantize_planes(x, SCALE, E4M3, "rows")
+        quantize_tensorwise_planes(x, E4M3, "rows")
     with pytest.raises(ValueError, match="x: expected a contiguous matrix"):
         quantize_tensorwise_planes(x.t(), E4M3, "both")
     with pytest.raises(ValueError, match="x: expected a contiguous matrix"):
         quantize_rowwise(x.double(), E4M3)
     with pytest.raises(ValueError, match="scale: expected float32, 0-dim"):
-        quantize_planes(x, torch.ones(4, 1), E4M3, "row")
+        quantize_measured_planes(x, torch.ones(4, 1), SCALE, E4M3, "row")
     with pytest.raises(ValueError, match=r"fold: expected float32 \[6\]"):
         quantize_rowwise(x, E4M3, torch.ones(4))
     for bad in (torch.ones(6), torch.ones(1, 4), torch.ones(8)[::2], torch.ones(4).double()):
@@ -170,7 +166,6 @@ def test_ops_pass_opcheck(shape):
     checks = ("test_schema", "test_faketensor")
     fmt = (E4M3.dtype, E4M3.max)
     for planes in PLANES:
-        torch.library.opcheck(ops.quantize_planes.default, (x, one, *fmt, planes), test_utils=checks)
         torch.library.opcheck(ops.quantize_tensorwise_planes.default, (x, *fmt, planes), test_utils=checks)
         delayed = (x, one, one.clone(), torch.zeros(()), True, *fmt, planes)
         torch.library.opcheck(ops.quantize_delayed_planes.default, delayed, test_utils=checks)
@@ -185,7 +180,7 @@ def test_ops_pass_opcheck(shape):
 def test_compiled_functions_have_no_graph_break_and_the_same_bits():
     def function(x, fold):
         row, col, scale_inv = quantize_tensorwise_planes(x, E4M3, "both")
-        none, only_col = quantize_planes(x, scale_inv, E5M2, "col")
+        none, only_col, *_ = quantize_measured_planes(x, scale_inv, scale_inv, E5M2, "col")
         assert none is None
         return row, col, scale_inv, only_col, *quantize_rowwise(x, E4M3, fold), *quantize_colwise_t(x, E5M2)
 

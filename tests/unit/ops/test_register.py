@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import sys
 
 import pytest
 import torch
 
 from fp8_ds.formats import E5M2
 from fp8_ds.monitor.statistics import StatisticsTable
-from fp8_ds.ops._register import in_own_storage
+from fp8_ds.ops._register import in_own_storage, triton_of
 from fp8_ds.ops.swiglu import swiglu_backward_to_fp8
 from fp8_ds.scaling.delayed import AmaxHistory, AmaxSlot
 
@@ -94,3 +95,10 @@ def test_a_graph_that_writes_views_is_refused_while_it_is_traced(how):
     with pytest.raises(Exception, match=match):
         torch.compile(function, backend="aot_eager", fullgraph=True)(gate)
     torch._dynamo.reset()
+
+
+def test_a_missing_triton_is_an_error_that_names_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "fp8_ds.ops.transpose.triton", raising=False)
+    with pytest.raises(ImportError, match=r"^triton: expected the package"):
+        triton_of("fp8_ds.ops.transpose")
