@@ -16,6 +16,7 @@ from support.adam_shards import (
 )
 
 from fp8_ds.ops.adamw import prepare
+from fp8_ds.ops.adamw.reference import adamw_step
 from fp8_ds.optim.masters import BY_NAME
 from fp8_ds.testing import assert_bitwise
 
@@ -34,7 +35,7 @@ def cuda(tensors):
 def reference_and_kernel(shards, grads, **keys):
     """Reference on CPU and kernel on CUDA, on clones of the same shards: (shards, inputs) of each."""
     expected, inputs = [clone_shard(shard) for shard in shards], make_inputs(**keys)
-    prepare(expected, "reference")(grads, inputs)
+    adamw_step(expected, grads, inputs)
     got, cuda_inputs = [clone_shard(shard, "cuda") for shard in shards], make_inputs(device="cuda", **keys)
     prepare(got)(cuda(grads), cuda_inputs)
     return (expected, inputs), (got, cuda_inputs)
@@ -101,7 +102,7 @@ def test_every_group_scale_equals_cpu_reference_bitwise(mantissas):
 def test_three_steps_with_changing_scales_equal_cpu_reference_bitwise():
     shards = [make_shard(BY_NAME[name], 5000, seed, seed=seed) for seed, name in enumerate(FORMATS)]
     mine, theirs = [clone_shard(shard) for shard in shards], [clone_shard(shard, "cuda") for shard in shards]
-    reference, kernel = prepare(mine, "reference"), prepare(theirs)
+    reference, kernel = prepare(mine), prepare(theirs)
     scale_inv = make_inputs().scale_inv
     for step in range(1, 4):
         grads = [make_grad(shard, torch.bfloat16, seed=step) for shard in shards]
@@ -133,8 +134,8 @@ def test_any_alignment_equals_cpu_reference_bitwise(offset):
 def test_moments_that_their_formats_have_stay_as_in_the_reference():
     expected, grad, inputs = make_representable()
     got, got_grad, got_inputs = make_representable("cuda")
-    prepare([expected], "reference")([grad], inputs)
-    prepare([got], "triton")([got_grad], got_inputs)
+    adamw_step([expected], [grad], inputs)
+    prepare([got])([got_grad], got_inputs)
     assert_equal(([expected], inputs), ([got], got_inputs))
     assert (expected.m_scale_inv[:2] == 1).all() and (expected.v_scale_inv[2:] == 1).all()
     assert expected.m[:127].tolist() == list(range(127)) and expected.m[129:255].tolist() == list(range(0x81, 0xFF))
@@ -145,8 +146,8 @@ def test_moments_that_their_formats_have_stay_as_in_the_reference():
 def test_scales_may_change_by_any_power_of_two(factor):
     expected, grad, inputs = make_fallen_scale(factor)
     got, got_grad, got_inputs = make_fallen_scale(factor, "cuda")
-    prepare([expected], "reference")([grad], inputs)
-    prepare([got], "triton")([got_grad], got_inputs)
+    adamw_step([expected], [grad], inputs)
+    prepare([got])([got_grad], got_inputs)
     assert_equal(([expected], inputs), ([got], got_inputs))
 
 
@@ -171,7 +172,7 @@ def test_gradients_that_move_in_every_step_are_found_while_earlier_copies_are_pe
     """The host runs ahead of the device by eight steps; each copy of addresses comes from a buffer of its own."""
     shard = make_shard(BY_NAME["e4m11"], 128 * 64, 0)
     mine, theirs = clone_shard(shard), clone_shard(shard, "cuda")
-    reference, kernel = prepare([mine], "reference"), prepare([theirs])
+    reference, kernel = prepare([mine]), prepare([theirs])
     grads = [make_grad(shard, torch.bfloat16, seed=step) for step in range(8)]
     on_cuda, inputs, expected = cuda(grads), make_inputs(device="cuda"), make_inputs()
     inputs.next_scale_inv, expected.next_scale_inv = inputs.scale_inv, expected.scale_inv

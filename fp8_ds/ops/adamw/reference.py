@@ -26,17 +26,17 @@ from fp8_ds.optim.moments import (
 from fp8_ds.optim.rounding import moment_noise, noise
 
 
-def adamw_step(shards: Sequence[AdamShard], grads: Sequence[Tensor], inputs: StepInputs) -> None:
-    """Every shard is updated in place: hi, lo, m, v, their scales, and `inputs.amax`.
+def adamw_step(shards: Sequence[AdamShard], grads: Sequence[Tensor | None], inputs: StepInputs) -> None:
+    """Every shard that has a gradient is updated in place: hi, lo, m, v, their scales, and `inputs.amax`.
 
     Args:
         shards: on one device.
-        grads: bf16 or float32, 1-D [shard.numel], one per shard.
+        grads: bf16 or float32, 1-D [shard.numel], one per shard, or None.
     """
     if int(inputs.skip) != 0:
         return
     for shard, grad in zip(shards, grads, strict=True):
-        if shard.numel:
+        if shard.numel and grad is not None:
             _step_shard(shard, grad, inputs)
 
 

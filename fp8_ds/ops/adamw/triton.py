@@ -12,14 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from fp8_ds.ops.adamw.kernel import COLUMNS, TABLE_WIDTH, adamw_kernel
 from fp8_ds.ops.adamw.shards import AdamShard, StepInputs
 from fp8_ds.optim import moments, rounding
-from fp8_ds.optim.masters import MasterFormat
 
 
 @dataclass(frozen=True)
@@ -170,33 +168,27 @@ def _pieces(position: int, shard: AdamShard) -> Iterator[_Piece]:
             yield _Piece(position, shard, offset, numel)
 
 
-@dataclass(frozen=True)
 class _Kind:
     """Pieces of one master format that one variant of the kernel takes, in the order of the optimizer.
 
-    Args:
-        fmt: their format.
-        is_edge: whether they are what lies beside whole tiles.
-        vectors: as `_Piece.vectors`.
-        pieces: of the shards.
+    Attributes:
         table: int64 [num_pieces, 16] on the device, columns as `COLUMNS`.
         block_pieces: int32 [num_blocks] on the device: the piece that a block works on.
         first_blocks: of each piece, and num_blocks at the end.
         addresses: of the gradients, for each gradient dtype and alignment.
     """
 
-    fmt: MasterFormat
-    is_edge: bool
-    vectors: int
-    pieces: tuple[_Piece, ...]
-    table: Tensor
-    block_pieces: Tensor
-    first_blocks: tuple[int, ...]
-    addresses: dict[tuple[torch.dtype, int], Addresses]
-
-    @property
-    def launch(self) -> Launch:
-        return _EDGE if self.is_edge else LAUNCHES[self.fmt.name]
+    def __init__(self, pieces: list[_Piece], device: torch.device) -> None:
+        first = pieces[0]
+        self.pieces, self.fmt, self.is_edge, self.vectors = pieces, first.shard.fmt, first.is_edge, first.vectors
+        self.launch = _EDGE if self.is_edge else LAUNCHES[self.fmt.name]
+        num_blocks = [-(-piece.num_groups // (self.launch.rows * self.launch.num_tiles)) for piece in pieces]
+        self.first_blocks = [0, *itertools.accumulate(num_blocks)]
+        rows = [piece.table_row(block) for piece, block in zip(pieces, self.first_blocks, strict=False)]
+        of_blocks = torch.repeat_interleave(torch.arange(len(pieces), dtype=torch.int32), torch.tensor(num_blocks))
+        self.table = torch.tensor(rows, dtype=torch.int64).to(device)
+        self.block_pieces = of_blocks.to(device)
+        self.addresses: dict[tuple[torch.dtype, int], Addresses] = {}
 
 
 class TritonStep:
@@ -204,24 +196,16 @@ class TritonStep:
 
     Args:
         shards: on one CUDA device, or on CPU under Triton's interpreter; their tensors stay where they are.
-
-    Raises:
-        ValueError: on CPU without the interpreter.
     """
 
     def __init__(self, shards: Sequence[AdamShard]) -> None:
         self.shards = tuple(shards)
         self.device = shards[0].hi.device if shards else torch.device("cpu")
-        if self.shards and self.device.type != "cuda" and not triton.knobs.runtime.interpret:
-            raise ValueError(
-                f"backend='triton': expected shards on CUDA, got {self.device}. Take backend='reference', or set "
-                "TRITON_INTERPRET=1 before triton is imported."
-            )
         kinds: dict[tuple[str, bool, int], list[_Piece]] = {}
         for position, shard in enumerate(self.shards):
             for piece in _pieces(position, shard):
                 kinds.setdefault((shard.fmt.name, piece.is_edge, piece.vectors), []).append(piece)
-        self._kinds = [_build(pieces, self.device) for pieces in kinds.values()]
+        self._kinds = [_Kind(pieces, self.device) for pieces in kinds.values()]
 
     def __call__(self, grads: Sequence[Tensor | None], inputs: StepInputs) -> None:
         for shard, grad in zip(self.shards, grads, strict=True):
@@ -278,26 +262,6 @@ class TritonStep:
             enable_fp_fusion=False,
             **options,
         )
-
-
-def _build(pieces: list[_Piece], device: torch.device) -> _Kind:
-    first = pieces[0]
-    fmt, is_edge = first.shard.fmt, first.is_edge
-    launch = _EDGE if is_edge else LAUNCHES[fmt.name]
-    num_blocks = [-(-piece.num_groups // (launch.rows * launch.num_tiles)) for piece in pieces]
-    first_blocks = [0, *itertools.accumulate(num_blocks)]
-    rows = [piece.table_row(block) for piece, block in zip(pieces, first_blocks, strict=False)]
-    of_blocks = torch.repeat_interleave(torch.arange(len(pieces), dtype=torch.int32), torch.tensor(num_blocks))
-    return _Kind(
-        fmt=fmt,
-        is_edge=is_edge,
-        vectors=first.vectors,
-        pieces=tuple(pieces),
-        table=torch.tensor(rows, dtype=torch.int64).to(device),
-        block_pieces=of_blocks.to(device),
-        first_blocks=tuple(first_blocks),
-        addresses={},
-    )
 
 
 def _check_grad(shard: AdamShard, grad: Tensor | None, device: torch.device) -> None:

@@ -1,6 +1,7 @@
 """The Adam kernel in Triton's interpreter against the reference. test_interpreted.py runs this file in a child."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from support.adam_shards import (
     make_shard,
 )
 
-from fp8_ds.ops.adamw import AdamShard, prepare
-from fp8_ds.ops.adamw.triton import LAUNCHES
+from fp8_ds.ops.adamw import AdamShard
+from fp8_ds.ops.adamw.reference import adamw_step
+from fp8_ds.ops.adamw.triton import LAUNCHES, TritonStep
 from fp8_ds.optim.masters import BY_NAME, decode
 from fp8_ds.optim.moments import from_groups
 from fp8_ds.testing import assert_bitwise
@@ -31,6 +33,8 @@ COVERING = [
 OTHERS = [
     case for case in itertools.product(FORMATS, (torch.bfloat16, torch.float32), (True, False)) if case not in COVERING
 ]
+STEPS = (lambda shards: partial(adamw_step, shards), TritonStep)
+"""By the reference, by the kernel."""
 SIZES = [1, 127, 128, 129, 2048 + 5]
 HEADS = [0, 1, 127]
 LARGEST_BLOCK = max(launch.rows * launch.num_tiles for launch in LAUNCHES.values()) * 128
@@ -40,9 +44,9 @@ SEVERAL_BLOCKS = 2 * LARGEST_BLOCK + 17 * 128
 def both(shards, grads, **keys):
     """Reference and kernel on clones of the same shards: (shards, inputs) of each."""
     results = []
-    for backend in ("reference", "triton"):
+    for make_step in STEPS:
         mine, inputs = [clone_shard(shard) for shard in shards], make_inputs(**keys)
-        prepare(mine, backend)(grads, inputs)
+        make_step(mine)(grads, inputs)
         results.append((mine, inputs))
     return results
 
@@ -87,7 +91,7 @@ def test_all_formats_sizes_and_gradient_dtypes_in_one_step():
 def test_three_steps_with_changing_scales_equal_the_reference_bitwise(name):
     shards = [make_shard(BY_NAME[name], 2048, 0), make_shard(BY_NAME[name], 700, 5, seed=1, scale_index=2)]
     mine, theirs = [clone_shard(shard) for shard in shards], [clone_shard(shard) for shard in shards]
-    reference, kernel = prepare(mine, "reference"), prepare(theirs, "triton")
+    reference, kernel = partial(adamw_step, mine), TritonStep(theirs)
     scale_inv = make_inputs().scale_inv
     for step in range(1, 4):
         grads = [make_grad(shard, torch.bfloat16, seed=step) for shard in shards]
@@ -105,11 +109,11 @@ def test_scale_vectors_may_have_any_stride():
     shard = make_shard(BY_NAME["e4m11"], 384, 0, scale_index=3)
     grad = make_grad(shard, torch.bfloat16)
     results = []
-    for backend in ("reference", "triton"):
+    for make_step in STEPS:
         mine, inputs = clone_shard(shard), make_inputs()
         inputs.scale_inv = torch.stack([inputs.scale_inv, inputs.scale_inv * 8], 1)[:, 0]
         inputs.next_scale_inv = torch.stack([inputs.next_scale_inv] * 3, 1)[:, 1]
-        prepare([mine], backend)([grad], inputs)
+        make_step([mine])([grad], inputs)
         results.append(([mine], inputs))
     assert_equal(*results)
 
@@ -119,11 +123,11 @@ def test_hyperparameters_and_steps_come_from_the_row_of_the_shard():
     shards[1].group = 1
     grads = [make_grad(shard, torch.bfloat16) for shard in shards]
     results = []
-    for backend in ("reference", "triton"):
+    for make_step in STEPS:
         mine, inputs, second = [clone_shard(shard) for shard in shards], make_inputs(3), make_inputs(9)
         inputs.hyper = torch.cat([inputs.hyper, second.hyper * 0.9])
         inputs.step = torch.cat([inputs.step, second.step])
-        prepare(mine, backend)(grads, inputs)
+        make_step(mine)(grads, inputs)
         results.append((mine, inputs))
     assert_equal(*results)
     assert differences(*results[1][0])
@@ -152,8 +156,8 @@ def test_extreme_gradients_equal_the_reference_bitwise(exponent):
 def test_moments_that_their_formats_have_stay_as_in_the_reference():
     expected, grad, inputs = make_representable()
     got, got_grad, got_inputs = make_representable()
-    prepare([expected], "reference")([grad], inputs)
-    prepare([got], "triton")([got_grad], got_inputs)
+    adamw_step([expected], [grad], inputs)
+    TritonStep([got])([got_grad], got_inputs)
     assert_equal(([expected], inputs), ([got], got_inputs))
     assert (expected.m_scale_inv[:2] == 1).all() and (expected.v_scale_inv[2:] == 1).all()
     assert expected.m[:127].tolist() == list(range(127)) and expected.m[129:255].tolist() == list(range(0x81, 0xFF))
@@ -164,8 +168,8 @@ def test_moments_that_their_formats_have_stay_as_in_the_reference():
 def test_scales_may_change_by_any_power_of_two(factor):
     expected, grad, inputs = make_fallen_scale(factor)
     got, got_grad, got_inputs = make_fallen_scale(factor)
-    prepare([expected], "reference")([grad], inputs)
-    prepare([got], "triton")([got_grad], got_inputs)
+    adamw_step([expected], [grad], inputs)
+    TritonStep([got])([got_grad], got_inputs)
     assert_equal(([expected], inputs), ([got], got_inputs))
 
 
@@ -173,7 +177,7 @@ def test_skip_leaves_every_byte():
     shard = make_shard(BY_NAME["e4m11"], 700, 3)
     mine, inputs = clone_shard(shard), make_inputs()
     inputs.skip.fill_(2)
-    prepare([mine], "triton")([torch.full((700,), float("nan"))], inputs)
+    TritonStep([mine])([torch.full((700,), float("nan"))], inputs)
     assert differences(shard, mine) == []
     assert not inputs.amax.any()
 
@@ -191,7 +195,7 @@ def test_gradients_may_change_between_steps():
     """Other tensors, other dtypes, other shards that take part: addresses of the last step are not used again."""
     shards = [make_shard(BY_NAME["e4m11"], 300, 0, seed=i, scale_index=i) for i in range(3)]
     mine, theirs = [clone_shard(shard) for shard in shards], [clone_shard(shard) for shard in shards]
-    reference, kernel = prepare(mine, "reference"), prepare(theirs, "triton")
+    reference, kernel = partial(adamw_step, mine), TritonStep(theirs)
     for step, present in enumerate(((0, 1, 2), (1,), (0, 2), (2,))):
         dtype = torch.float32 if step == 2 else torch.bfloat16
         grads = [make_grad(shard, dtype, step) if index in present else None for index, shard in enumerate(shards)]
@@ -215,12 +219,12 @@ def test_gradients_may_change_between_steps():
 def test_amax_is_the_largest_decoded_master(name, numel):
     shard = make_shard(BY_NAME[name], numel, 128, scale_index=1)
     inputs = make_inputs()
-    prepare([shard], "triton")([make_grad(shard, torch.bfloat16)], inputs)
+    TritonStep([shard])([make_grad(shard, torch.bfloat16)], inputs)
     lo = from_groups(shard.lo.view(-1, 128), numel, 128)
     largest = decode(shard.hi, lo, shard.fmt, inputs.next_scale_inv[1]).abs().max()
     assert inputs.amax.tolist() == [0, largest.item(), 0, 0] and largest > 0
     inputs.amax.fill_(1e9)
-    prepare([shard], "triton")([make_grad(shard, torch.bfloat16)], inputs)
+    TritonStep([shard])([make_grad(shard, torch.bfloat16)], inputs)
     assert (inputs.amax == 1e9).all()
 
 
@@ -234,7 +238,7 @@ def test_any_alignment_of_the_weight_and_the_gradient(offset):
         setattr(shard, name, torch.empty(value.numel() + offset, dtype=value.dtype)[offset:].copy_(value))
     inputs = make_inputs()
     moved = torch.empty(grad.numel() + offset, dtype=grad.dtype)[offset:].copy_(grad)
-    prepare([shard], "triton")([moved], inputs)
+    TritonStep([shard])([moved], inputs)
     assert_equal(expected, ([shard], inputs))
 
 
@@ -253,8 +257,8 @@ def test_a_weight_cut_at_a_group_gets_the_bytes_of_the_whole(cut):
             setattr(part, name, getattr(part, name)[begin // 128 : end // 128])
         parts.append(part)
     whole_inputs, inputs = make_inputs(), make_inputs()
-    prepare([whole], "triton")([grad], whole_inputs)
-    prepare(parts, "triton")([grad[:cut], grad[cut:]], inputs)
+    TritonStep([whole])([grad], whole_inputs)
+    TritonStep(parts)([grad[:cut], grad[cut:]], inputs)
     for name in ("hi", "lo", "m", "v", "m_scale_inv", "v_scale_inv"):
         assert_bitwise(getattr(whole, name), torch.cat([getattr(part, name) for part in parts]))
     assert_bitwise(whole_inputs.amax, inputs.amax)
@@ -279,5 +283,5 @@ def test_gradients_of_another_kind_are_refused(grad):
     shard = make_shard(BY_NAME["e4m11"], 300, 0)
     before = clone_shard(shard)
     with pytest.raises(ValueError, match=r"weight0, got torch\."):
-        prepare([shard], "triton")([grad], make_inputs())
+        TritonStep([shard])([grad], make_inputs())
     assert differences(before, shard) == []
