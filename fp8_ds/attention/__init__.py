@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from fp8_ds.attention.flash import Flash, flash_attention
+from fp8_ds.attention.flash import flash_attention
 from fp8_ds.attention.packages import find_fa3, require_hopper
 from fp8_ds.attention.rotation import check_rotation
 from fp8_ds.attention.shapes import Geometry, Packing, make_geometry
@@ -18,12 +18,8 @@ __all__ = ["BACKENDS", "Backend", "Packing", "attention", "describe_backend", "r
 Backend = Literal["fa3", "fa3_fp8", "fa3_fp8_emulated", "reference"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
-_FLASH: dict[str, Flash] = {
-    "fa3": Flash("fa3", fp8=False, hadamard=False),
-    "fa3_fp8": Flash("fa3", fp8=True, hadamard=False),
-    "fa3_fp8_emulated": Flash("reference", fp8=True, hadamard=False),
-    "reference": Flash("reference", fp8=False, hadamard=False),
-}
+_FA3: tuple[Backend, ...] = ("fa3", "fa3_fp8")
+_FP8: tuple[Backend, ...] = ("fa3_fp8", "fa3_fp8_emulated")
 _FA3_DTYPES = (torch.bfloat16, torch.float16)
 _FA3_MAX_DIM, _FA3_FP8_ALIGNMENT, _FA3_ALIGNMENT = 256, 16, 8
 
@@ -72,25 +68,26 @@ def attention(
     if not is_tracing:
         require_backend(backend, q.device)
     if hadamard:
-        _check_hadamard(backend, q.shape[-1])
-    how = _FLASH[backend]
-    if how.kernel == "fa3" and not is_tracing:
-        _check_fa3(q, geometry, how.fp8)
-    return flash_attention(q, k, v, geometry, Flash(how.kernel, how.fp8, hadamard))
+        if backend not in _FP8:
+            raise UnsupportedError(
+                f"hadamard: expected false with backend {backend}, got true. It is for what is rounded to FP8: use "
+                "fa3_fp8."
+            )
+        check_rotation(q.shape[-1])
+    is_fa3, fp8 = backend in _FA3, backend in _FP8
+    if is_fa3 and not is_tracing:
+        _check_fa3(q, geometry, fp8)
+    return flash_attention(q, k, v, geometry, "fa3" if is_fa3 else "reference", fp8=fp8, hadamard=hadamard)
 
 
 def require_backend(backend: Backend, device: torch.device) -> None:
-    """Nothing happens if the backend can run on the device.
-
-    Raises:
-        UnsupportedError: it cannot: not installed (with the command), or another kind of device.
-    """
+    """Raise UnsupportedError where the backend cannot run on the device or is not installed, with the command."""
     if backend not in BACKENDS:
         raise UnsupportedError(
             f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}. Use one of these, or call torch's "
             "scaled_dot_product_attention, its flex_attention or the package flash_attn yourself."
         )
-    if backend in ("fa3", "fa3_fp8"):
+    if backend in _FA3:
         require_hopper(device)
         fa3 = find_fa3()
         if backend == "fa3_fp8" and fa3.lacks("FP8"):
@@ -102,7 +99,7 @@ def require_backend(backend: Backend, device: torch.device) -> None:
 
 def describe_backend(backend: Backend) -> str:
     """What runs, for the line that rank 0 prints; of a backend that `require_backend` lets pass."""
-    if backend in ("fa3", "fa3_fp8"):
+    if backend in _FA3:
         kept = "E4M3 q, k, v kept, forward in FP8, backward in bf16; " if backend == "fa3_fp8" else ""
         return f"{backend} ({kept}{find_fa3().describe()})"
     return backend
@@ -119,14 +116,6 @@ def _refuse(dropout: float, bias: Tensor | None, context_parallel_size: int) -> 
                 f"{name}: expected {default}, got {found}. Attention here has none: turn it off, or keep the model's "
                 "own attention (under Megatron, Transformer Engine's)."
             )
-
-
-def _check_hadamard(backend: str, head_dim: int) -> None:
-    if not _FLASH[backend].fp8:
-        raise UnsupportedError(
-            f"hadamard: expected false with backend {backend}, got true. It is for what is rounded to FP8: use fa3_fp8."
-        )
-    check_rotation(head_dim)
 
 
 def _check_fa3(q: Tensor, geometry: Geometry, fp8: bool) -> None:

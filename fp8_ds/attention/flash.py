@@ -7,7 +7,6 @@ forward's rounding of probabilities to E4M3 is not in the gradient. FlashAttenti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from fp8_ds.attention import heads, reference
 from fp8_ds.attention.packages import call_by_name, find_fa3
-from fp8_ds.attention.rotation import rotate_gradient
+from fp8_ds.attention.rotation import rotate
 from fp8_ds.attention.shapes import Geometry, Packing
 from fp8_ds.once_differentiable import once_differentiable
 from fp8_ds.ops._register import register
@@ -76,8 +75,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, descales: Tensor | None, *flat: An
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, descales: Tensor | None, *flat: Any) -> tuple[Tensor, Tensor]:
     out = torch.empty(q.shape, dtype=q.dtype if descales is None else torch.bfloat16, device=q.device)
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    shape = (q.shape[0], q.shape[2], q.shape[1]) if flat[0] is None else (q.shape[1], q.shape[0])
-    return out, torch.empty(shape, dtype=lse_dtype, device=q.device)
+    return out, torch.empty(reference.lse_shape(q, _geometry(*flat[:-1])), dtype=lse_dtype, device=q.device)
 
 
 def _backward(
@@ -188,29 +186,16 @@ _backward_op = register(
 )
 
 
-@dataclass(frozen=True)
-class Flash:
-    """How a call computes.
-
-    Args:
-        kernel: FlashAttention-3 or the plain reference.
-        fp8: whether q, k and v go into E4M3.
-        hadamard: whether q and k are rotated before that.
-    """
-
-    kernel: Kernel
-    fp8: bool
-    hadamard: bool
-
-
 class _FlashFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, how: Flash) -> Tensor:
-        ctx.geometry, ctx.how, ctx.dtype = geometry, how, q.dtype
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, kernel: Kernel, fp8: bool, hadamard: bool
+    ) -> Tensor:
+        ctx.geometry, ctx.kernel, ctx.hadamard, ctx.dtype = geometry, kernel, hadamard, q.dtype
         descales = None
-        if how.fp8:
-            q, k, v, descales = heads.quantize(q, k, v, geometry.packing, hadamard=how.hadamard)
-        out, lse = _forward_op(q, k, v, descales, *_flat(geometry), how.kernel)
+        if fp8:
+            q, k, v, descales = heads.quantize(q, k, v, geometry.packing, hadamard=hadamard)
+        out, lse = _forward_op(q, k, v, descales, *_flat(geometry), kernel)
         ctx.save_for_backward(q, k, v, out, lse, descales)
         return out if out.dtype == ctx.dtype else out.to(ctx.dtype)
 
@@ -218,19 +203,27 @@ class _FlashFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, descales = ctx.saved_tensors
-        how, flat = ctx.how, _flat(ctx.geometry)
-        if how.fp8:
+        flat = _flat(ctx.geometry)
+        if descales is not None:
             places = ((flat[0], flat[2]), (flat[1], flat[3]), (flat[1], flat[3]))
             each = zip((q, k, v), descales, places, strict=True)
             q, k, v = (heads.dequantize(x, scale_inv, *place) for x, scale_inv, place in each)
-        dq, dk, dv = _backward_op(grad_out.to(out.dtype), q, k, v, out, lse, *flat, how.kernel)
+        dq, dk, dv = _backward_op(grad_out.to(out.dtype), q, k, v, out, lse, *flat, ctx.kernel)
         dq, dk, dv = (grad if grad.dtype == ctx.dtype else grad.to(ctx.dtype) for grad in (dq, dk, dv))
-        if how.hadamard:
-            dq, dk = rotate_gradient(dq, is_query=True), rotate_gradient(dk, is_query=False)
-        return dq, dk, dv, None, None
+        if ctx.hadamard:
+            dq, dk = rotate(dq, is_query=True, transposed=True), rotate(dk, is_query=False, transposed=True)
+        return dq, dk, dv, None, None, None, None
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, how: Flash) -> Tensor:
-    """The output, of q's shape and dtype; differentiable in q, k and v."""
-    out: Tensor = _FlashFunction.apply(q, k, v, geometry, how)
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, kernel: Kernel, *, fp8: bool, hadamard: bool
+) -> Tensor:
+    """The output, of q's shape and dtype; differentiable in q, k and v.
+
+    Args:
+        kernel: FlashAttention-3 or the plain reference.
+        fp8: whether q, k and v go into E4M3.
+        hadamard: whether q and k are rotated before that.
+    """
+    out: Tensor = _FlashFunction.apply(q, k, v, geometry, kernel, fp8, hadamard)
     return out

@@ -32,7 +32,7 @@ def use_backend(model: nn.Module, backend: Backend, *, hadamard: bool) -> None:
     """All attention modules of the model call `attention` with this backend from now on.
 
     Args:
-        model: one that `refuse_attention` lets pass, or a module around it.
+        model: one that `refuse_attention_of` lets pass, or a module around it.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
@@ -44,18 +44,8 @@ def use_backend(model: nn.Module, backend: Backend, *, hadamard: bool) -> None:
         config._attn_implementation = name
 
 
-def refuse_attention(model: nn.Module, device: torch.device, backend: Backend, *, hadamard: bool = False) -> None:
-    """Nothing happens if the backend runs here and the model takes it. Reads names only; before any collective.
-
-    Raises:
-        UnsupportedError: as `refuse_backend` or `refuse_attention_of`.
-    """
-    refuse_backend(backend, device)
-    refuse_attention_of(model, backend, hadamard=hadamard)
-
-
 def refuse_attention_of(model: nn.Module, backend: Backend, *, hadamard: bool = False) -> None:
-    """Nothing happens if the model takes the backend, wherever it runs. Reads names only.
+    """Refuse a model that does not take the backend, wherever it runs. Reads names only.
 
     Args:
         model: on any device, the meta device among them.
@@ -77,11 +67,7 @@ def refuse_attention_of(model: nn.Module, backend: Backend, *, hadamard: bool = 
 
 
 def refuse_backend(backend: Backend, device: torch.device) -> None:
-    """Nothing happens if the backend runs here.
-
-    Raises:
-        UnsupportedError: it is not installed or does not run on this device (with the command).
-    """
+    """`require_backend`, with the key that names the backend."""
     try:
         require_backend(backend, device)
     except UnsupportedError as error:
@@ -193,7 +179,7 @@ def _refuse_keys_behind(
     cache_position: Tensor | None = None,
     **kwargs: Any,
 ) -> None:
-    """Nothing happens if the last query is level with the last key, as `attention` takes it.
+    """Refuse a cache in which the last query is not level with the last key, as `attention` takes it.
 
     Args: as transformers hands them to whatever makes its masks; older versions have `cache_position` in place of
         `q_length` and `q_offset`. Without a cache nothing is read on the device.
@@ -312,8 +298,8 @@ def _packed(x: Tensor, indices: Tensor | None) -> Tensor:
 
 
 def _refuse_window_of_mask(module: nn.Module, num_keys: int) -> None:
-    """Nothing happens unless the module's configuration has a window shorter than that: a module that does not hand it
-    to its attention function has it in the mask alone."""
+    """Refuse a window shorter than that in the configuration of a module that has it in the mask alone, and does not
+    hand it to its attention function."""
     config = getattr(module, "config", None)
     window = getattr(config, "sliding_window", None)
     if not isinstance(window, int) or window >= num_keys:

@@ -53,13 +53,10 @@ class FlashAttention3:
         return any(off and name.endswith(_DISABLED + feature) for name, off in self.flags.items())
 
     def describe(self) -> str:
-        backward = (
-            "its own backward"
-            if self.backward
-            else "forward only: backward in bf16 by cuDNN, or torch's flash attention"
-        )
+        other = "forward only: backward in bf16 by cuDNN, or torch's flash attention"
         lacking = [name.lower() for name in ("FP8", "FP16", "LOCAL", "VARLEN") if self.lacks(name)]
-        return f"{self.module}, {backward}" + (f", built without {', '.join(lacking)}" if lacking else "")
+        without = f", built without {', '.join(lacking)}" if lacking else ""
+        return f"{self.module}, {'its own backward' if self.backward else other}{without}"
 
 
 @functools.cache
@@ -101,11 +98,7 @@ def _build_flags(interface: str) -> Mapping[str, bool]:
 
 
 def require_hopper(device: torch.device) -> None:
-    """Nothing happens on a GPU that FlashAttention-3 runs on.
-
-    Raises:
-        UnsupportedError: it does not.
-    """
+    """Raise UnsupportedError unless FlashAttention-3 runs on that GPU."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if capability is None or capability[0] != 9:
         found = device.type if capability is None else f"compute capability {capability[0]}.{capability[1]}"

@@ -19,11 +19,7 @@ _SEED = 2407
 
 
 def check_rotation(head_dim: int) -> None:
-    """Nothing happens if there is a Hadamard matrix of this size here.
-
-    Raises:
-        UnsupportedError: it is no power of two.
-    """
+    """Raise UnsupportedError unless there is a Hadamard matrix of this size here."""
     if head_dim < 1 or head_dim & (head_dim - 1):
         raise UnsupportedError(
             f"head dim: expected a power of two with the Hadamard rotation, got {head_dim}. Turn `hadamard` off."
@@ -54,16 +50,11 @@ _rotate_op = register(
 )
 
 
-def rotate(x: Tensor, *, is_query: bool) -> Tensor:
+def rotate(x: Tensor, *, is_query: bool, transposed: bool = False) -> Tensor:
     """`x` rotated along its last dim, times 2**-0.5 for queries and 2**0.5 for keys where log2 of that dim is odd.
 
-    Scores of rotated queries and keys are those of the queries and keys, up to the rounding to x's dtype.
+    Scores of rotated queries and keys are those of the queries and keys, up to the rounding to x's dtype. `transposed`
+    makes the gradient of `x` from that of `rotate(x)`.
     """
-    rotated: Tensor = _rotate_op(x, is_query, False)
+    rotated: Tensor = _rotate_op(x, is_query, transposed)
     return rotated
-
-
-def rotate_gradient(grad: Tensor, *, is_query: bool) -> Tensor:
-    """The gradient of `x` from that of `rotate(x)`."""
-    back: Tensor = _rotate_op(grad, is_query, True)
-    return back

@@ -141,9 +141,9 @@ def _refuse_model(fp8: Fp8Config, config: dict[str, Any], model: Any, mpu: Any, 
     refuse_added_parameters(model)
     refuse_mpu(model, mpu)
     if fp8.attention.backend is not None:
-        from fp8_ds.attention.huggingface import refuse_attention
+        from fp8_ds.attention.huggingface import refuse_attention_of
 
-        refuse_attention(model, device, fp8.attention.backend, hadamard=fp8.attention.hadamard)
+        refuse_attention_of(model, fp8.attention.backend, hadamard=fp8.attention.hadamard)
     check_chunks(model, fp8.activations.cross_entropy_chunk_mem_const)
 
 

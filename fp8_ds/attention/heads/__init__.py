@@ -14,53 +14,36 @@ from torch import Tensor
 from fp8_ds.attention.heads import reference
 from fp8_ds.attention.shapes import Packing
 from fp8_ds.formats import E4M3
-from fp8_ds.ops._register import register
+from fp8_ds.ops._register import is_on_cuda, register_pair
 
 __all__ = ["dequantize", "quantize"]
 
 
-def _takes_kernel(x: Tensor) -> bool:
-    return x.is_cuda and x.numel() > 0 and x.dtype == torch.bfloat16 and x.stride(-1) == 1
+def _takes_kernel(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> bool:
+    return all(is_on_cuda(x) and x.dtype == torch.bfloat16 and x.stride(-1) == 1 for x in (q, k, v))
 
 
-def _quantize(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    if all(_takes_kernel(x) for x in (q, k, v)):
-        from fp8_ds.attention.heads import triton  # the package is missing where there is no GPU
-
-        with torch.cuda.device_of(q):
-            return triton.quantize(q, k, v, *rest)
-    return reference.quantize(q, k, v, *rest)
-
-
-def _fake_quantize(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake_quantize(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
     sequences = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    q_fp8, k_fp8, v_fp8 = (torch.empty(x.shape, dtype=E4M3.torch_dtype, device=x.device) for x in (q, k, v))
-    return q_fp8, k_fp8, v_fp8, torch.empty(3, sequences, k.shape[-2], dtype=torch.float32, device=q.device)
+    codes = (torch.empty(x.shape, dtype=E4M3.torch_dtype, device=x.device) for x in (q, k, v))
+    return *codes, torch.empty(3, sequences, k.shape[-2], dtype=torch.float32, device=q.device)
 
 
-def _dequantize(x_fp8: Tensor, scale_inv: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> Tensor:
-    if x_fp8.is_cuda and x_fp8.numel() > 0:
-        from fp8_ds.attention.heads import triton
-
-        with torch.cuda.device_of(x_fp8):
-            return triton.dequantize(x_fp8, scale_inv, cu_seqlens, max_seqlen)
-    return reference.dequantize(x_fp8, scale_inv, cu_seqlens, max_seqlen)
-
-
-_quantize_op = register(
+_quantize_op = register_pair(
     "attention_quantize(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "SymInt max_seqlen_q, SymInt max_seqlen_k, bool hadamard) -> (Tensor, Tensor, Tensor, Tensor)",
-    _quantize,
+    reference,
     _fake_quantize,
+    function="quantize",
+    takes_kernel=_takes_kernel,
 )
-_dequantize_op = register(
+_dequantize_op = register_pair(
     "attention_dequantize(Tensor x_fp8, Tensor scale_inv, Tensor? cu_seqlens, SymInt max_seqlen) -> Tensor",
-    _dequantize,
+    reference,
     lambda x_fp8, scale_inv, cu_seqlens, max_seqlen: torch.empty(
         x_fp8.shape, dtype=torch.bfloat16, device=x_fp8.device
     ),
+    function="dequantize",
 )
 
 
