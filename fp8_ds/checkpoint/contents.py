@@ -1,7 +1,7 @@
 """What a file of torch.save may hold: tensors, builtin types, and classes on a list. Nothing in it is executed.
 
-A pickle calls whatever it names. `torch.load(weights_only=True)` calls only what is on a list, and reads no tensor that
-goes to the meta device: so a file is checked for the price of its pickle, before any loader that executes pickles.
+`torch.load(weights_only=True)` calls only what is on a list, and reads no tensor that goes to the meta device: so a
+file is checked for the price of its pickle, before any loader that executes pickles.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fp8_ds.errors import CheckpointError
 def _member(owner: Any, name: Any) -> enum.Enum:
     """Return the member `name` of an enumeration: all that a pickle may use `getattr` for.
 
-    Python 3.11.0 to 3.11.3 pickle a member so; DeepSpeed's optimizer files hold one, the ZeRO stage.
+    Python 3.11.0 to 3.11.3 pickle a member so, such as the ZeRO stage in DeepSpeed's optimizer files.
     """
     if not (isinstance(owner, type) and issubclass(owner, enum.Enum) and name in owner.__members__):
         raise TypeError(f"expected a member of an enumeration, got getattr({owner!r}, {name!r})")

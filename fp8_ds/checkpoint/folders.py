@@ -2,8 +2,7 @@
 
 A save writes into `TAG.ID.incomplete`, the manifest (sizes, CRC-32) last. The folder takes its name by a rename, and
 `latest` names it by another; what it replaces is `TAG.ID.replaced` until then. So a kill at any moment leaves the
-checkpoint before or the new one. Hosts with disks of their own take each step together: what a kill leaves may differ
-from host to host, but there is always a save that all of them have. A lock keeps the saves of two jobs apart.
+checkpoint before or the new one, and a save that all have where hosts with disks of their own take each step together.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ import socket
 import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed
 import torch
@@ -41,14 +39,10 @@ _NEXT, _LOCK = "latest.next", ".fp8_ds_lock"
 _FORMAT = 1
 _CHUNK_BYTES = 1 << 22
 _OPENED = re.compile(r"layer_\d+-.*model_states\.pt|.*[-_](model|optim)_states\.pt")
-"""Names of files in the folder of a save that DeepSpeed opens by a pattern; no other is a checkpoint's."""
+"""Names of files that DeepSpeed opens by a pattern; no other is a checkpoint's."""
 
 
-# --- the manifest ---
-
-
-@dataclass(frozen=True)
-class FileRecord:
+class FileRecord(NamedTuple):
     """One file as it was written, and by which rank."""
 
     num_bytes: int
@@ -56,8 +50,7 @@ class FileRecord:
     rank: int
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(NamedTuple):
     """`header`: what wrote the checkpoint, JSON values by name. `files`: by path relative to the folder."""
 
     header: dict[str, Any]
@@ -69,7 +62,7 @@ class Manifest:
 
 
 def record(path: Path, rank: int, *, is_new: bool = True) -> FileRecord:
-    """Read a file that `rank` has written; one that `is_new` is on the disk then, not only in memory."""
+    """Read a file that `rank` has written, and sync one that `is_new` to the disk."""
     num_bytes, crc = 0, 0
     with as_file_errors(path), path.open("rb", buffering=0) as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -80,7 +73,7 @@ def record(path: Path, rank: int, *, is_new: bool = True) -> FileRecord:
 
 
 def damage(folder: Path, name: str, expected: FileRecord | None) -> str:
-    """Describe what is wrong with a file, of which nothing but its name may be known; empty if nothing is."""
+    """Describe what is wrong with a file; empty if nothing is."""
     if not (path := folder / name).is_file():
         return f"{path} is missing"
     if expected is None:
@@ -101,11 +94,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """Read the manifest in `folder`; None if there is none.
-
-    Raises:
-        CheckpointError: it is damaged, or of a newer fp8_ds.
-    """
+    """Read the manifest in `folder`, None if there is none; it must be whole, and of our format."""
     path = folder / MANIFEST
     try:
         refuse_special([path])
@@ -126,7 +115,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 def _text(manifest: Manifest) -> str:
     """Write it as JSON, with a checksum of itself: any other byte in it is found."""
-    files = {name: asdict(entry) for name, entry in manifest.files.items()}
+    files = {name: entry._asdict() for name, entry in manifest.files.items()}
     content = {"format": _FORMAT, "header": manifest.header, "files": files}
     crc = zlib.crc32(json.dumps(content, sort_keys=True).encode())
     return json.dumps({"crc32": f"{crc:08x}", "content": content}, indent=1, sort_keys=True) + "\n"
@@ -141,21 +130,13 @@ def seal_universal(folder: Path, tag: str) -> Manifest:
 
 
 def versions() -> dict[str, str]:
-    """Name the versions of what writes a checkpoint here, for its header."""
     return {"fp8_ds": fp8_ds.__version__, "deepspeed": deepspeed.__version__, "torch": torch.__version__}
-
-
-# --- one save on one host ---
 
 
 class Save:
     """The steps of one save on one host: `prepare`, a write into `staging`, `stage`, `publish`, and `finish` or `undo`.
 
-    Args:
-        save_dir: that holds the checkpoints.
-        tag: name of the new one.
-        save_id: eight hexadecimal digits, of this save alone.
-        is_latest: `latest` names it afterwards.
+    `save_id` is eight hexadecimal digits, of this save alone.
     """
 
     def __init__(self, save_dir: Path, tag: str, save_id: str, *, is_latest: bool) -> None:
@@ -226,7 +207,7 @@ def take_lock(
         is_shared: this job loads, and others may, too.
 
     Returns:
-        What ends the lock when it is closed; nothing is locked where there are no locks, or nobody has saved.
+        What ends the lock when it is closed.
     """
     path, kind = save_dir / (_LOCK + name), fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
     with contextlib.ExitStack() as lock:
@@ -249,10 +230,7 @@ def take_lock(
 
 
 def _keep_foreign_files(old: Path, new: Path) -> None:
-    """Put into `new` what the user has put beside our files in `old`, as if these had been overwritten in place.
-
-    By hard links, which take no time: other ranks wait. File systems without them get copies.
-    """
+    """Put into `new`, by links where they can be, what the user has put beside our files in `old`."""
     for entry in old.iterdir():
         is_ours = entry.name in (MANIFEST, _NEXT) or _OPENED.fullmatch(entry.name)
         if is_ours or os.path.lexists(new / entry.name):
@@ -264,13 +242,10 @@ def _keep_foreign_files(old: Path, new: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder as far as it can be, its manifest first: what is left is not complete. Or the link to one."""
+    """Remove a folder as far as it can be, its manifest first, or the link to one."""
     with contextlib.suppress(OSError):
         (path if path.is_symlink() else path / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
-
-
-# --- which save ---
 
 
 def _beside(folder: Path, suffix: str) -> list[Path]:
@@ -293,15 +268,11 @@ def describe_complete(load_dir: Path, besides: str | None = None) -> str:
     return f"Complete in {str(load_dir)!r}: {others or 'none else'}."
 
 
-# --- which files ---
-
-
 def own_files(folder: Path) -> dict[str, int]:
-    """Give the size of every file that DeepSpeed may open in `folder`, of one save or universal, by relative path.
+    """Return the size of every file that DeepSpeed may open in `folder`, of one save or universal, by relative path.
 
     Raises:
         CheckpointError: one is a pipe, a device, a folder or the like.
-        OSError: a folder cannot be read, or a file is a link to nothing.
     """
     paths = [path for path in folder.iterdir() if _OPENED.fullmatch(path.name)]
     places = [folder / "zero"] if (folder / GLOBAL_STATE).exists() else []
@@ -323,9 +294,6 @@ def read_layout(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
     Returns:
         (its layout, by names as in a manifest; the names of the files of its ranks, but those of pipeline layers).
-
-    Raises:
-        CheckpointError: there is no model file, it holds more than data, or does not say.
     """
     if (path := min(folder.glob("*mp_rank_*_model_states.pt"), default=None)) is None:
         raise CheckpointError(f"{folder} has neither a model file nor a {MANIFEST}")
@@ -350,12 +318,7 @@ _SPECIAL = {"p": "a named pipe", "s": "a socket", "d": "a folder"}
 
 
 def refuse_special(paths: Iterable[Path]) -> None:
-    """Check that all `paths` are files, or links to files: a pipe would be waited for, and a device read without end.
-
-    Raises:
-        CheckpointError: one is something else.
-        FileNotFoundError: one is not there, or a link to nothing.
-    """
+    """Check that all `paths` are files or links to files: a pipe would be waited for, and a device read without end."""
     for path in paths:
         if not stat.S_ISREG(mode := path.stat().st_mode):
             kind = _SPECIAL.get(stat.filemode(mode)[0], "a device")
@@ -368,13 +331,19 @@ def leads_elsewhere(name: Any) -> bool:
     return path is None or not path.parts or path.is_absolute() or ".." in path.parts or "\0" in str(name)
 
 
+def read_latest(path: Path) -> str | None:
+    """Read the tag in a file `latest`, None if there is none; it must name something in its folder."""
+    if not path.exists():
+        return None
+    refuse_special([path])
+    refuse_paths([tag := path.read_text(errors="replace").strip()], path)
+    return tag
+
+
 def refuse_paths(names: Iterable[Any], file: Path) -> None:
     """Check that all `names`, which `file` has, are names within a folder, so that nothing elsewhere is opened."""
     for name in filter(leads_elsewhere, names):
         raise CheckpointError(f"{file}: expected names that stay in their folder, got {name!r}. Do not use it.")
-
-
-# --- files ---
 
 
 def write_text(path: Path, text: str) -> None:
@@ -410,14 +379,10 @@ def link(source: str | Path, target: str | Path) -> None:
 
 @contextlib.contextmanager
 def as_file_errors(path: Path) -> Iterator[None]:
-    """Make errors of files that cannot be read or written name the file, and say why, as on a full disk.
+    """Make errors of reading or writing `path`, a file or a folder of files, name it and say why, as on a full disk.
 
-    An OSError of a read or a write does not name it. What torch and safetensors raise does not have the system's number
-    (torch: "unexpected pos 768 vs 696"): so a MiB is written behind the file, which is discarded, to get it.
-    Source: caffe2/serialize/inline_container.cc, whose errors have its name; safetensors' one class for all.
-
-    Args:
-        path: that is read or written: a file, or a folder of files.
+    What torch (caffe2/serialize/inline_container.cc) and safetensors raise does not have the system's number (torch:
+    "unexpected pos 768 vs 696"): so a MiB is written behind the file, which is discarded, to get it.
     """
     try:
         yield

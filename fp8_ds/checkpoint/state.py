@@ -1,14 +1,13 @@
 """What we add to a checkpoint, under one key of DeepSpeed's model file: builtin types and tensors only.
 
-Weights are not in it: masters and `module` are in DeepSpeed's own places, and scales follow from masters. They are
-saved all the same, so that a tool can read FP8 bytes' scales without masters.
+Weights are not in it: masters and `module` are in DeepSpeed's own places.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,6 @@ from fp8_ds.nn.convert import Plan
 from fp8_ds.nn.expert_products import MAX_IN_A_LOOP
 from fp8_ds.nn.stacks import AT_END, AT_START
 from fp8_ds.optim.masters import BY_NAME
-from fp8_ds.scaling import AmaxHistory
 from fp8_ds.scaling.granularity import OF_RECIPE, TENSOR
 from fp8_ds.zero.context import Fp8Context
 
@@ -36,20 +34,14 @@ BOUND_SUMS_KEY = "bound_sums"
 """Likewise: by parameter group, what bounds Adam's update where betas have moved."""
 _VERSION = 1
 _NEEDED = ("config", "plan", "scale_inv", "history")
+_READ_OF_CONFIG = ("linear", "optimizer", "zero", "tensor_parallel", "schedule", "guard")
 _LARGEST_SCALE_INV = torch.finfo(torch.float32).max / E4M3.max
 """That of the largest number that a weight may hold."""
 _WIDTH = 60
 
 
 def save_state(context: Fp8Context, left_out: Sequence[str] = ()) -> dict[str, Any]:
-    """Plan, settings, scales by weight name, amax histories, overrides of precision; the same on all ranks, on the CPU.
-
-    Readable by `torch.load(weights_only=True)`.
-
-    Args:
-        context: of the engine that saves.
-        left_out: names of the weights that the checkpoint does not have.
-    """
+    """Return the state of `context`, the same on all ranks, on the CPU; the checkpoint has no weights `left_out`."""
     return {
         "version": _VERSION,
         LEFT_OUT_KEY: list(left_out),
@@ -63,10 +55,8 @@ def save_state(context: Fp8Context, left_out: Sequence[str] = ()) -> dict[str, A
 
 
 def split_master_scales(state: Mapping[str, Any] | None) -> dict[str, Any]:
-    """scale_inv by weight name that split masters were stored with when `state` was saved; empty if they were not."""
-    if state is None or state.get("version") != _VERSION:
-        return {}
-    if _master_of(state["config"]) == "fp32":
+    """Return scale_inv by name that split masters were stored with when `state` was saved; empty if they were not."""
+    if state is None or _master_of(state["config"]) == "fp32":
         return {}
     return {name: value for name, value in state["scale_inv"].items() if _is_power_of_two(value)}  # not frozen ones'
 
@@ -75,67 +65,55 @@ def restore_state(
     context: Fp8Context,
     state: Mapping[str, Any] | None,
     say: Callable[[str], None],
-    *,
-    module_only: bool = False,
-    of_a_stage: bool = False,
+    module_only: bool,
+    of_a_stage: bool,
 ) -> None:
     """Take over what `state` says; say what differs. Works for any world size: all of it is global.
 
     Args:
         context: of the engine that has just loaded its masters.
-        state: from `save_state`, or None if the checkpoint was written without FP8.
+        state: from `save_state`, in which `wrong_entries` finds nothing; None: the checkpoint was written without FP8.
         say: called with a line for rank 0.
         module_only: the weights are another run's: histories start anew, and all else is this run's own.
         of_a_stage: `state` is of a pipeline stage, which may have had other layers of the model than this one has.
-
-    Raises:
-        ConfigError: the state is of an unknown version.
     """
+    history = None
     if state is None:
         say("fp8: the checkpoint was written without fp8_ds; weights are quantised from its masters")
-        if context.history is not None:
-            context.history.forget()
-        return
-    _refuse_other_version(state)
-    for setting in _settings_that_are_gone(state["config"]):
-        say(f"fp8: the checkpoint was trained with {setting}, which is gone: the settings of this run count")
-    plan = Plan.from_state(state["plan"])
-    same_layers = _converted(plan) == _converted(context.plan)
-    if not same_layers:
-        before, now = set(_converted(plan)), set(_converted(context.plan))
-        if of_a_stage:
-            before &= {row.fqn for row in context.plan.layers}
-            now &= {row.fqn for row in plan.layers}
-        if before != now:
-            say(
-                "fp8: the layers differ from the checkpoint's: "
-                f"{len(now - before)} new in FP8 {sorted(now - before)[:3]}, "
-                f"{len(before - now)} back in bf16 {sorted(before - now)[:3]}. "
-                f"{_how_to_keep(plan, state['config'], context.plan, context.config.linear)}"
-            )
-    if module_only:
-        if context.history is not None:
-            context.history.forget()
-        return
-    if context.precision is not None:
-        context.precision.load_state_dict(state.get("precision"))
-    if context.release is not None and state.get("release") is not None:
-        context.release.load_state_dict(state["release"])
-    history = state["history"]
-    if context.history is None:
-        return
-    if history is None or not same_layers:
-        say("fp8: amax histories start anew (the checkpoint has none for these layers)")
-        context.history.forget()
-        return
-    context.history.load_state_dict(history)
+    else:
+        for setting in _settings_that_are_gone(state["config"]):
+            say(f"fp8: the checkpoint was trained with {setting}, which is gone: the settings of this run count")
+        plan = Plan.from_state(state["plan"])
+        if other := _other_layers(plan, context.plan, of_a_stage):
+            say(f"{other}. {_how_to_keep(plan, state['config'], context.plan, context.config.linear)}")
+        if not module_only:
+            if context.precision is not None:
+                context.precision.load_state_dict(state.get("precision"))
+            if context.release is not None and state.get("release") is not None:
+                context.release.load_state_dict(state["release"])
+            history = state["history"] if _converted(plan) == _converted(context.plan) else None
+            if context.history is not None and history is None:
+                say("fp8: amax histories start anew (the checkpoint has none for these layers)")
+    if context.history is not None:
+        context.history.forget() if history is None else context.history.load_state_dict(history)
 
 
-# --- what is wrong with a state, said before anything is taken over ---
+def _other_layers(there: Plan, here: Plan, of_a_stage: bool) -> str:
+    """Describe how the layers in FP8 differ; empty if they do not."""
+    before, now = set(_converted(there)), set(_converted(here))
+    if of_a_stage:
+        before &= {row.fqn for row in here.layers}
+        now &= {row.fqn for row in there.layers}
+    if before == now:
+        return ""
+    return (
+        f"fp8: the layers differ from the checkpoint's: {len(now - before)} new in FP8 {sorted(now - before)[:3]}, "
+        f"{len(before - now)} back in bf16 {sorted(before - now)[:3]}"
+    )
 
 
 def wrong_entries(
-    context: Fp8Context, state: Any, *, module_only: bool, with_optimizer: bool, of_other_cuts: bool
+    context: Fp8Context, state: Any, module_only: bool, with_optimizer: bool, of_other_cuts: bool
 ) -> list[str]:
     """Describe the entries that `restore_state` and `split_master_scales` cannot take over; empty if there are none.
 
@@ -151,7 +129,11 @@ def wrong_entries(
     """
     if not isinstance(state, Mapping):
         return [_wrong(_at(), "a dict", state)]
-    _refuse_other_version(state)
+    if state.get("version") != _VERSION:
+        raise ConfigError(
+            f"checkpoint[{CHECKPOINT_KEY!r}]: expected version {_VERSION}, got {state.get('version')!r}. "
+            "Load it with the fp8_ds that wrote it, or export it with save_16bit_model there."
+        )
     if missing := [key for key in _NEEDED if key not in state]:
         return [f"{_at()} lacks {', '.join(missing)}"]
     if problem := _wrong_config(state["config"]):
@@ -160,33 +142,83 @@ def wrong_entries(
         return [_wrong(_at("plan"), "rows of layers", state["plan"])]
     if module_only:
         return []
+    there = {key: form for key, form in _FORMS.items() if key == "scale_inv" or state.get(key) is not None}
+    if found := list(_unlike(state, there)):
+        return found
     linear, master = state["config"].get("linear", {}), _master_of(state["config"])
     granularity = TENSOR if master != "fp32" else OF_RECIPE[linear.get("recipe", "tensorwise")]
-    shapes: dict[str, tuple[int, ...]] = {}
+    names = {row.weight_name for row in plan.layers if row.converted}
+    shapes: dict[tuple[Any, ...], tuple[int, ...]] = {}
     if granularity == TENSOR:
-        shapes = {row.weight_name: () for row in plan.layers}
+        shapes = {("scale_inv", name): () for name in names}
     elif with_optimizer and not of_other_cuts:  # frozen ones have one scale where masters were split at the start
-        names = {row.weight_name for row in plan.layers if row.converted} & context.trainable.keys()
-        here = {name: context.weights[name] for name in names}
-        shapes = {name: granularity.grid(getattr(p, "ds_shape", p.shape)) for name, p in here.items()}
-    is_same_plan = _converted(plan) == _converted(context.plan)
-    return [
-        *_wrong_scales(state["scale_inv"], plan, shapes),
-        *_no_powers_of_two(state["scale_inv"], context.trainable if master != "fp32" and with_optimizer else ()),
-        *_wrong_history(state["history"], context.history if is_same_plan else None),
-        *_wrong_release(state.get("release")),
-        *_wrong_precision(state.get("precision")),
-        *_wrong_bound_sums(state.get(BOUND_SUMS_KEY, {})),
-        *([] if isinstance(late := state.get(LATE_KEY, False), bool) else [_wrong(_at(LATE_KEY), "a bool", late)]),
-    ]
+        here = {name: context.weights[name] for name in names & context.trainable.keys()}
+        shapes = {("scale_inv", name): granularity.grid(getattr(p, "ds_shape", p.shape)) for name, p in here.items()}
+    if context.history is not None and _converted(plan) == _converted(context.plan):
+        tensors = [key for key, form in _FORMS["history"].items() if form is Tensor]
+        shapes |= {("history", key): tuple(getattr(context.history, key).shape) for key in tensors}
+    saved = state["scale_inv"]
+    found = [f"{_at('scale_inv')} lacks {name}" for name in sorted(names - saved.keys())]
+    found += [f"{_at('scale_inv', name)} is of no weight that is in FP8 by its plan" for name in saved.keys() - names]
+    for key in ("scale_inv", "history", "release", BOUND_SUMS_KEY):
+        found += _wrong_numbers(state.get(key) or {}, shapes, key)
+    for name, value in (state.get("precision") or {}).get("overrides", {}).items():
+        if value not in ("bf16", "fp8"):
+            found.append(_wrong(_at("precision", "overrides", name), '"bf16" or "fp8"', value))
+    if not found and master != "fp32" and with_optimizer:
+        odd = [name for name in context.trainable if name in saved and not _is_power_of_two(saved[name])]
+        found = [_wrong(_at("scale_inv", name), "a power of two", f"{float(saved[name]):g}") for name in odd]
+    return found
 
 
-def _refuse_other_version(state: Mapping[str, Any]) -> None:
-    if state.get("version") != _VERSION:
-        raise ConfigError(
-            f"checkpoint[{CHECKPOINT_KEY!r}]: expected version {_VERSION}, got {state.get('version')!r}. "
-            "Load it with the fp8_ds that wrote it, or export it with save_16bit_model there."
-        )
+_FORMS: dict[str, Any] = {
+    "scale_inv": {},
+    "history": {"amax_history": Tensor, "scale": Tensor, "scale_inv": Tensor, "amax_local": Tensor, "num_updates": int},
+    "release": {"last_norm": float},
+    "precision": {"overrides": {}},
+    BOUND_SUMS_KEY: {},
+    LATE_KEY: bool,
+}
+"""By key: a class, or what a dict has at least."""
+
+
+def _unlike(value: Any, form: Any, *at: object) -> Iterator[str]:
+    """Describe what is not of its form, in the state's entry at these keys."""
+    if isinstance(form, type):
+        if not isinstance(value, form):
+            yield _wrong(_at(*at), form.__name__, value)
+    elif not isinstance(value, Mapping):
+        yield _wrong(_at(*at), "a dict", value)
+    else:
+        yield from (f"{_at(*at)} lacks {key}" for key in form.keys() - value.keys())
+        for key in form.keys() & value.keys():
+            yield from _unlike(value[key], form[key], *at, key)
+
+
+def _wrong_numbers(value: Any, shapes: Mapping[tuple[Any, ...], tuple[int, ...]], *at: object) -> Iterator[str]:
+    """Describe the numbers that no save writes, in the state's entry at these keys; of tensors the shapes, too."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _wrong_numbers(inner, shapes, *at, key)
+        return
+    is_weights = at[0] == "scale_inv"
+    largest = _LARGEST_SCALE_INV if is_weights else torch.finfo(torch.float32).max
+    is_above_0 = is_weights or at[-1] in ("scale", "scale_inv")
+    shape = shapes.get(at)
+    expected = f"float32{'' if shape is None else f' of shape {shape}'}, {'above' if is_above_0 else 'from'} 0"
+    expected += f"{'' if is_above_0 else ' on'} and up to {largest:.3g}"
+    if isinstance(value, Tensor) and (value.dtype != torch.float32 or (shape is not None and value.shape != shape)):
+        got = f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
+        yield _wrong(_at(*at), expected, got)
+    elif not isinstance(value, Tensor if is_weights else Tensor | int | float):
+        yield _wrong(_at(*at), expected, f"{type(value).__name__} {value!r}")
+    else:
+        numbers = torch.as_tensor(value, dtype=torch.float32)
+        is_good = (numbers > 0 if is_above_0 else numbers >= 0) & (numbers <= largest)
+        if at[-1] == "amax_local":  # of a step that is not over, which may be infinite or NaN
+            is_good = ~(numbers < 0)
+        if len(bad := numbers[~is_good]):
+            yield _wrong(_at(*at), expected, f"{float(bad[0]):g}")
 
 
 def _at(*keys: object) -> str:
@@ -195,6 +227,30 @@ def _at(*keys: object) -> str:
 
 def _wrong(place: str, expected: str, got: Any) -> str:
     return f"{place}: expected {expected}, got {str(got)[:_WIDTH]}"
+
+
+def _is_power_of_two(value: Tensor) -> bool:
+    return value.numel() == 1 and math.frexp(float(value))[0] == 0.5
+
+
+def _wrong_config(config: Any) -> str:
+    if not isinstance(config, Mapping) or not all(isinstance(config.get(key, {}), Mapping) for key in _READ_OF_CONFIG):
+        return _wrong(_at("config"), 'an "fp8" block', config)
+    if (recipe := config.get("linear", {}).get("recipe", "tensorwise")) not in OF_RECIPE:
+        return _wrong(_at("config", "linear", "recipe"), f"one of {', '.join(OF_RECIPE)}", recipe)
+    if (master := _master_of(config)) not in BY_NAME:
+        return _wrong(_at("config", "optimizer", "master_format"), f"one of {', '.join(BY_NAME)}", master)
+    return ""
+
+
+def _plan_in(state: Mapping[str, Any]) -> Plan | None:
+    """Return the layer plan; None if it is none."""
+    try:
+        plan = Plan.from_state(state["plan"])
+    except (AttributeError, KeyError, TypeError):
+        return None
+    are_rows = all(isinstance(row.fqn, str) and isinstance(row.converted, bool) for row in plan.layers)
+    return plan if are_rows else None
 
 
 def _master_of(config: Mapping[str, Any]) -> str:
@@ -222,150 +278,10 @@ def _converted(plan: Plan) -> list[str]:
     return [row.fqn for row in plan.layers if row.converted]
 
 
-def _is_number(value: Any, kind: type = float) -> bool:
-    """Whether `value` is a number of `kind` from 0 on; infinity is one."""
-    kinds = (int,) if kind is int else (int, float)
-    return isinstance(value, kinds) and not isinstance(value, bool) and value >= 0
-
-
-def _is_power_of_two(value: Tensor) -> bool:
-    return value.numel() == 1 and math.frexp(float(value))[0] == 0.5
-
-
-def _wrong_config(config: Any) -> str:
-    if not isinstance(config, Mapping) or not all(
-        isinstance(config.get(k, {}), Mapping)
-        for k in ("linear", "optimizer", "zero", "tensor_parallel", "schedule", "guard")
-    ):
-        return _wrong(_at("config"), 'an "fp8" block', config)
-    if (recipe := config.get("linear", {}).get("recipe", "tensorwise")) not in OF_RECIPE:
-        return _wrong(_at("config", "linear", "recipe"), f"one of {', '.join(OF_RECIPE)}", recipe)
-    if (master := _master_of(config)) not in BY_NAME:
-        return _wrong(_at("config", "optimizer", "master_format"), f"one of {', '.join(BY_NAME)}", master)
-    return ""
-
-
-def _plan_in(state: Mapping[str, Any]) -> Plan | None:
-    """The layer plan; None if it is none."""
-    try:
-        plan = Plan.from_state(state["plan"])
-    except (AttributeError, KeyError, TypeError):
-        return None
-    is_plan = all(
-        isinstance(row.fqn, str)
-        and isinstance(row.converted, bool)
-        and all(_is_number(size, int) for size in (row.out_features, row.in_features, row.num_experts))
-        for row in plan.layers
-    )
-    return plan if is_plan else None
-
-
-def _wrong_tensor(
-    place: str, value: Any, shape: tuple[int, ...] | None, expected: str, is_good: Callable[[Tensor], Tensor]
-) -> Iterator[str]:
-    """Args: shape: that it must have; None: any. is_good: which elements are as `expected` says."""
-    shown = f"float32{'' if shape is None else f' of shape {shape}'}, {expected}"
-    if not isinstance(value, Tensor):
-        yield _wrong(place, shown, f"{type(value).__name__} {value!r}")
-    elif value.dtype != torch.float32 or (shape is not None and value.shape != shape):
-        yield _wrong(place, shown, f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}")
-    elif len(bad := value[~is_good(value)]):
-        yield _wrong(place, shown, f"{float(bad[0]):g}")
-
-
-def _wrong_scales(saved: Any, plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-    """Args: shapes: by weight, where they are known."""
-    if not isinstance(saved, Mapping):
-        yield _wrong(_at("scale_inv"), "a dict by weights", saved)
-        return
-    names = [row.weight_name for row in plan.layers if row.converted]
-    yield from (f"{_at('scale_inv')} lacks {name}" for name in names if name not in saved)
-    yield from (f"{_at('scale_inv', name)} is of no weight that is in FP8 by its plan" for name in saved.keys() - names)
-    for name in (name for name in names if name in saved):
-        yield from _wrong_tensor(
-            _at("scale_inv", name),
-            saved[name],
-            shapes.get(name),
-            f"above 0 and up to {_LARGEST_SCALE_INV:.3g}",
-            lambda x: (x > 0) & (x <= _LARGEST_SCALE_INV),
-        )
-
-
-def _no_powers_of_two(saved: Any, names: Iterable[str]) -> Iterator[str]:
-    """Name the scales of split masters, of the weights `names`, that are no powers of two."""
-    for name in (name for name in names if isinstance(saved, Mapping) and isinstance(saved.get(name), Tensor)):
-        if not _is_power_of_two(saved[name]) and 0 < float(saved[name].sum()) <= _LARGEST_SCALE_INV:
-            yield _wrong(_at("scale_inv", name), "a power of two", f"{float(saved[name].sum()):g}")
-
-
-def _wrong_history(saved: Any, here: AmaxHistory | None) -> Iterator[str]:
-    """Args: here: the histories that take them over; None: none do."""
-    if saved is None:
-        return
-    if not isinstance(saved, Mapping):
-        yield _wrong(_at("history"), "a dict or None", saved)
-        return
-    good: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
-        "amax_history": ("finite, from 0 on", lambda x: (x >= 0) & (x < math.inf)),
-        "scale": ("finite, above 0", lambda x: (x > 0) & (x < math.inf)),
-        "scale_inv": ("finite, above 0", lambda x: (x > 0) & (x < math.inf)),
-        "amax_local": ("from 0 on", lambda x: ~(x < 0)),  # of a step that is not over, which may be infinite or NaN
-    }
-    for key, (expected, is_good) in good.items():
-        if key not in saved:
-            yield f"{_at('history')} lacks {key}"
-            continue
-        shape = None if here is None else tuple(getattr(here, key).shape)
-        yield from _wrong_tensor(_at("history", key), saved[key], shape, expected, is_good)
-    if not _is_number(saved.get("num_updates"), int):
-        yield _wrong(_at("history", "num_updates"), "a count", saved.get("num_updates"))
-
-
-def _wrong_release(saved: Any) -> Iterator[str]:
-    if saved is None:
-        return
-    if not isinstance(saved, Mapping):
-        yield _wrong(_at("release"), "a dict or None", saved)
-        return
-    if not _is_number(saved.get("last_norm")):
-        yield _wrong(_at("release", "last_norm"), "a norm", saved.get("last_norm"))
-
-
-def _wrong_bound_sums(saved: Any) -> Iterator[str]:
-    if not isinstance(saved, Mapping):
-        yield _wrong(_at(BOUND_SUMS_KEY), "a dict by parameter groups", saved)
-        return
-    for group, value in saved.items():
-        if not (_is_number(group, int) and _is_number(value) and value < math.inf):
-            yield _wrong(_at(BOUND_SUMS_KEY, group), "a finite number >= 0 of a parameter group", value)
-
-
-def _wrong_precision(saved: Any) -> Iterator[str]:
-    if saved is None:
-        return
-    if not isinstance(saved, Mapping) or not isinstance(saved.get("overrides"), Mapping):
-        yield _wrong(_at("precision"), 'a dict with "overrides"', saved)
-        return
-    if not isinstance(stays := saved.get("stays", {}), Mapping):  # early checkpoints have none
-        yield _wrong(_at("precision", "stays"), "a dict", stays)
-        return
-    for name, value in saved["overrides"].items():
-        if value not in ("bf16", "fp8"):
-            yield _wrong(_at("precision", "overrides", name), '"bf16" or "fp8"', value)
-    for name, stay in stays.items():
-        counts = stay[:2] if isinstance(stay, tuple | list) and len(stay) == 3 else ()
-        if not (counts and all(_is_number(count, int) for count in counts) and isinstance(stay[2], bool)):
-            yield _wrong(_at("precision", "stays", name), "(length, until, is_over)", stay)
-
-
 def _how_to_keep(plan: Plan, config: Mapping[str, Any], current: Plan, now: LinearConfig) -> str:
-    """What to write so that the next start trains the layers of `plan` in FP8, and no others.
+    """Say what to write so that the next start trains the layers of the checkpoint's `plan` in FP8, and no others.
 
-    Args:
-        plan: of the checkpoint.
-        config: the "fp8" block it was trained with.
-        current: this run's plan. What only this one has a row of (experts, in checkpoints from before them) was bf16.
-        now: what it was made by.
+    What only the `current` plan has a row of (experts, in checkpoints from before them) was bf16.
     """
     if plan.num_converted == 0 and config.get("optimizer", {}).get("states") != "fp8":
         return 'The checkpoint has none in FP8: to go on so, set "fp8.enabled" to false.'

@@ -1,8 +1,8 @@
 """A checkpoint is checked before stock code, which executes pickles, opens a file of it.
 
-All ranks first agree which save they load. Then its files are shared out over the ranks (of a host, with disks of their
-own), which compare checksums where there is a manifest, and read each pickle without executing it. Each rank looks
-whether layout, parameters and our state fit it. What one rank finds is an error on all.
+All ranks agree which save they load, and share out its files (over the ranks of a host, with disks of their own) to
+compare checksums and read each pickle as data. Each rank looks whether layout, parameters and our state fit it. What
+one rank finds is an error on all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from fp8_ds.checkpoint.folders import GLOBAL_STATE, MANIFEST, Manifest
 from fp8_ds.checkpoint.state import CHECKPOINT_KEY, FOLLOWING_KEY, wrong_entries
 from fp8_ds.checkpoint.universal import TENSORS
 from fp8_ds.engine.cut_models import is_cut, lacks_info
-from fp8_ds.engine.saving import Say, all_do, host_of, layout, tell_all
+from fp8_ds.engine.log import say
+from fp8_ds.engine.saving import all_do, host_of, layout, tell_all
 from fp8_ds.errors import CheckpointError, ConfigError
 
 _NUM_SHOWN = 3
@@ -35,7 +36,7 @@ _AUTOTP_META = "ds_autotp_universal_checkpoint_meta"
 
 @dataclass(frozen=True)
 class Load:
-    """A load of what `tag` names in `folder`; None: of what `latest` names, or `latest_universal`."""
+    """A load of the checkpoint `tag` in `folder`; None: the one that `latest` names, or `latest_universal`."""
 
     engine: Any
     folder: Path
@@ -64,28 +65,25 @@ class Load:
             return self.load_module_only
         return bool(self.engine.zero_optimization()) and not self.is_universal and not self.reads_latest
 
-    @property
-    def latest(self) -> Path:
-        return self.folder / (folders.LATEST_UNIVERSAL if self.is_universal else folders.LATEST)
-
 
 @contextlib.contextmanager
-def checked(load: Load, say: Say) -> Iterator[str | None]:
-    """Give the tag that stock code may load: all of its files are as they were written, and hold data only; saves of
-    other jobs wait until all ranks have loaded. None where there is no `tag` and no `latest`. Collective.
+def checked(load: Load) -> Iterator[str | None]:
+    """Yield the tag that stock code may load, None where there is no `tag` and no `latest`. Collective.
+
+    Saves of other jobs wait until all ranks have loaded.
 
     Raises:
-        CheckpointError: on all ranks, naming the files.
-        ConfigError: our state in them is of an unknown version, on all ranks.
+        CheckpointError: files are not as they were written, or hold more than data: on all ranks, naming them.
+        ConfigError: our state in them is of an unknown version: likewise.
     """
     with contextlib.ExitStack() as locks:
-        if (choice := _agree(load, locks, say)) is None:
+        if (choice := _agree(load, locks)) is None:
             yield None
             return
         tag, manifest = choice
         hosts = tell_all(host_of(load.engine))
         readers = [rank for rank, host in enumerate(hosts) if host == host_of(load.engine)]
-        told, problems = all_do("load_checkpoint", lambda: _problems(load, tag, manifest, readers), say)
+        told, problems = all_do("load_checkpoint", lambda: _problems(load, tag, manifest, readers))
         found = [problem for problems_of_rank in told for problem in problems_of_rank or ()]
         _refuse(load.folder, problems + [text for text in found if isinstance(text, str)], tag)
         if found:
@@ -102,7 +100,7 @@ def checked(load: Load, say: Say) -> Iterator[str | None]:
 
 
 def _refuse(folder: Path, found: list[str], tag: str | None = None) -> None:
-    """An error of all ranks, if anything has been found; of the save `tag`, which is not named as complete then."""
+    """Raise CheckpointError if anything has been found of the save `tag`, which is not named as complete then."""
     if shown := list(dict.fromkeys(found)):
         reasons = "; ".join(shown[:_NUM_SHOWN]).rstrip(".")
         more = f"; and {len(shown) - _NUM_SHOWN} more" if len(shown) > _NUM_SHOWN else ""
@@ -112,23 +110,16 @@ def _refuse(folder: Path, found: list[str], tag: str | None = None) -> None:
         )
 
 
-# --- which save ---
-
-
-def _agree(load: Load, locks: contextlib.ExitStack, say: Say) -> tuple[str, Manifest | None] | None:
-    """Choose what all ranks load: what they were asked for, or what hosts with disks of their own have in common.
-    Collective.
-
-    Raises:
-        CheckpointError: there is no such checkpoint, its save did not end, or ranks see different ones.
-    """
+def _agree(load: Load, locks: contextlib.ExitStack) -> tuple[str, Manifest | None] | None:
+    """Choose what all ranks load: what they were asked for, or what hosts with disks of their own have in common."""
     rank, host = dist.get_rank(), host_of(load.engine)
     mine: dict[str, tuple[str, Manifest | None]] = {}
 
     def ask() -> str | None:
         if rank == host:
             locks.enter_context(folders.take_lock(load.folder, f"{host or ''}", say, is_shared=True))
-        return _named_by(load.latest) if load.tag is None else load.tag
+        latest = folders.LATEST_UNIVERSAL if load.is_universal else folders.LATEST
+        return folders.read_latest(load.folder / latest) if load.tag is None else load.tag
 
     def look() -> list[str]:
         """Find the saves of all tags on this rank's disk, by what names them on all ranks."""
@@ -143,8 +134,8 @@ def _agree(load: Load, locks: contextlib.ExitStack, say: Say) -> tuple[str, Mani
                     mine.setdefault(str(manifest or f"{name} without a manifest"), (name, manifest))
         return list(mine)
 
-    tags, failed = all_do("load_checkpoint", ask, say)
-    told, problems = all_do("load_checkpoint", look, say) if not failed else ([], failed)
+    tags, failed = all_do("load_checkpoint", ask)
+    told, problems = all_do("load_checkpoint", look) if not failed else ([], failed)
     _refuse(load.folder, problems, tags[rank])
     if not any(told):
         return None
@@ -158,20 +149,8 @@ def _agree(load: Load, locks: contextlib.ExitStack, say: Say) -> tuple[str, Mani
     return mine[common[0]]
 
 
-def _named_by(latest: Path) -> str | None:
-    """Read the tag in the file `latest`; None: there is no such file."""
-    if not latest.is_file():
-        return None
-    folders.refuse_paths([tag := latest.read_text(errors="replace").strip()], latest)
-    return tag
-
-
 def _manifest_of(path: Path) -> Manifest | None:
-    """Read the manifest of the save in `path`, if it has one.
-
-    Raises:
-        CheckpointError: there is no whole save, or a manifest that is damaged.
-    """
+    """Read the manifest of the save in `path`, if it has one. Raises: CheckpointError: there is no whole save."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is missing")
     _refuse_pattern(path)
@@ -181,16 +160,9 @@ def _manifest_of(path: Path) -> Manifest | None:
 
 
 def _refuse_pattern(path: Path) -> None:
-    """Stock code takes the names of folders for patterns: of `a[b]` it opens the files of `ab`, which nobody checked.
-
-    Raises:
-        CheckpointError: `path` is a pattern of others.
-    """
+    """Stock code takes the name of a folder for a pattern: of `a[b]` it opens the files of `ab`, unchecked."""
     if glob.has_magic(str(path)) and (found := glob.glob(str(path))) != [str(path)]:
         raise CheckpointError(f"{path} is to DeepSpeed a pattern of names, of {found or 'no folder'} (rename it)")
-
-
-# --- what is wrong with it ---
 
 
 def _problems(load: Load, tag: str, manifest: Manifest | None, readers: list[int]) -> list[str | ConfigError]:
@@ -217,7 +189,7 @@ def _problems(load: Load, tag: str, manifest: Manifest | None, readers: list[int
         if other := other_run(engine, header, bool(own)):
             return [other]
         latest = load.folder / folders.LATEST
-        if load.reads_latest and tag != (newest := _named_by(latest)):
+        if load.reads_latest and tag != (newest := folders.read_latest(latest)):
             return [f"tag {tag} where {latest} names {newest}: stage 3 without optimizer states reads the latter"]
     if load.skips_optimizer:
         sizes = {name: size for name, size in sizes.items() if not _is_of_optimizer(name)}
@@ -226,7 +198,7 @@ def _problems(load: Load, tag: str, manifest: Manifest | None, readers: list[int
         found += [f"{path / name} is not in {MANIFEST}" for name in sorted(present - manifest.files.keys())]
     if load.is_universal:
         found += misfits(engine, path, load.with_optimizer)
-        if load.reads_latest and (newest := _named_by(load.folder / folders.LATEST)):
+        if load.reads_latest and (newest := folders.read_latest(load.folder / folders.LATEST)):
             _refuse_pattern(other_save := load.folder / newest)
             found += _damaged(other_save, folders.own_files(other_save), None, readers)
     elif manifest is None:
@@ -243,8 +215,7 @@ def _is_of_optimizer(name: str) -> bool:
 
 
 def _damaged(path: Path, sizes: Mapping[str, int], manifest: Manifest | None, readers: list[int]) -> list[str]:
-    """List what is wrong with the files that this rank reads: each has one reader, and none reads more than the mean
-    and one file."""
+    """List what is wrong with the files that this rank reads; each has one reader, and none reads much more."""
     found = []
     for name in sorted(sizes, key=lambda name: (-sizes[name], name))[readers.index(dist.get_rank()) :: len(readers)]:
         if problem := folders.damage(path, name, None if manifest is None else manifest.files[name]):
@@ -258,20 +229,17 @@ def _damaged(path: Path, sizes: Mapping[str, int], manifest: Manifest | None, re
 
 
 def _wrong_state(load: Load, tag: str) -> list[str | ConfigError]:
-    """List what is wrong with our state in the model file that this rank will load; of a universal checkpoint, in each
-    that it may."""
-    engine, place = load.engine, (str(load.folder), tag)
-    following = engine._fp8_following
+    """List what is wrong with our state in the model files that this rank may load."""
+    engine, place, following = load.engine, (str(load.folder), tag), load.engine._fp8_following
     if (context := engine.fp8 or engine._fp8_unused) is None:
         return []
-    options = {"module_only": load.load_module_only, "with_optimizer": load.with_optimizer}
     found: list[str | ConfigError] = []
     for path in map(Path, engine._get_all_ckpt_names(*place) if load.is_universal else [engine._get_ckpt_name(*place)]):
         content = read_data(path, is_mapped=True) if path.is_file() else None
         if not isinstance(content, Mapping) or (state := content.get(CHECKPOINT_KEY)) is None:
             continue
         try:
-            wrong = wrong_entries(context, state, of_other_cuts=load.is_universal, **options)
+            wrong = wrong_entries(context, state, load.load_module_only, load.with_optimizer, load.is_universal)
         except ConfigError as error:
             return [error]
         if not (wrong or load.load_module_only or following is None):
@@ -282,11 +250,8 @@ def _wrong_state(load: Load, tag: str) -> list[str | ConfigError]:
     return found
 
 
-# --- whether it fits this run ---
-
-
 def other_run(engine: Any, header: Mapping[str, Any], with_optimizer: bool) -> str:
-    """How the run that wrote `header` was laid out unlike this one; empty if what is to be loaded fits."""
+    """Describe how the run that wrote `header` was laid out unlike this one; empty if what is to be loaded fits."""
     now, where = layout(engine), "at any world size"
     stage, of_parts, keys = now["zero_stage"], header["mp_world_size"] > 1, ["mp_world_size"]
     if not of_parts and now["mp_world_size"] > 1 and is_cut(engine.module):
@@ -327,7 +292,7 @@ def _remedy(stage: int) -> str:
 
 
 def other_parameters(engine: Any, folder: Path, tag: str) -> str:
-    """How the parameters in this rank's model file differ from the engine's. ZeRO's flat shards do not say."""
+    """Describe how the parameters in this rank's model file differ from the engine's; empty if they do not."""
     path, ours = Path(engine._get_ckpt_name(str(folder), tag)), engine._get_zero_param_shapes()
     if (theirs := read_structure(path).get("param_shapes")) is None:
         return ""
@@ -340,7 +305,6 @@ def other_parameters(engine: Any, folder: Path, tag: str) -> str:
 
 
 def _by_name(groups: Iterable[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Shapes, of whatever group."""
     return {name: list(shape) for group in groups for name, shape in group.items()}
 
 
@@ -359,10 +323,7 @@ def missing_layers(engine: Any, path: Path) -> list[str]:
 
 
 def misfits(engine: Any, path: Path, with_optimizer: bool) -> list[str]:
-    """List what this rank would look for in a universal checkpoint in vain, or find in other shapes than its own.
-
-    In stages 1 and 2 a parameter that has had no gradient has no moments.
-    """
+    """List what this rank would look for in a universal checkpoint in vain, or find in other shapes than its own."""
     if not (model_files := engine._get_all_ckpt_names(str(path.parent), path.name)):
         stage = int(engine.zero_optimization_stage())
         return [f"a model file of this ZeRO stage is missing in {path} ({_in_form_of(path, stage)}, if it is whole)"]
@@ -373,6 +334,7 @@ def misfits(engine: Any, path: Path, with_optimizer: bool) -> list[str]:
         ]
     if not engine.zero_optimization():
         return []
+    # In stages 1 and 2 a parameter that has had no gradient has no moments.
     tensors = TENSORS if engine.zero_optimization_partition_weights() and with_optimizer else TENSORS[:1]
     names = [name for group in engine._get_zero_param_shapes() for name in group]
     wanted = [path / "zero" / name / tensor for name in names for tensor in tensors]
@@ -382,14 +344,11 @@ def misfits(engine: Any, path: Path, with_optimizer: bool) -> list[str]:
 
 
 def other_universal(engine: Any, path: Path, model_file: Path) -> str:
-    """How the universal checkpoint in `path` has this rank's parameters in other shapes, or in the form of another
-    stage; empty if it has not. Stock code asks for the number of elements in stages 1 and 2, and for nothing in 3:
-    what is left of a parameter becomes the start of the next.
+    """Describe how the universal checkpoint in `path` has this rank's parameters in other shapes, or in the form of
+    another stage; empty if it has not. Stock code asks for the number of elements in stages 1 and 2, and for nothing
+    in 3: what is left of a parameter becomes the start of the next.
 
-    Args:
-        engine: of ZeRO, that is to load it.
-        path: has a file of each of its parameters.
-        model_file: with the shapes of parameters that are flat in their files, which only stage 3 reads.
+    `model_file` has the shapes of parameters that are flat in their own files.
     """
     stage = int(engine.zero_optimization_stage())
     listed = read_structure(model_file).get("param_shapes") if stage == 3 else None
@@ -415,15 +374,9 @@ def _in_form_of(path: Path, stage: int) -> str:
 
 
 def _whole_shape(p: Any, shape: list[int], content: Mapping[str, Any], num_parts: int) -> list[int]:
-    """The shape in a universal checkpoint of which stock code gives this rank `shape`, as it is, or as a part.
+    """Return the shape in a universal checkpoint of which stock code gives this rank `shape`, as it is, or as a part.
 
     Source: deepspeed/checkpoint/universal_checkpoint.py, load_hp_checkpoint_state (0.19.8).
-
-    Args:
-        p: AutoTP says on it how it has cut it.
-        shape: of `p` on this rank.
-        content: of the parameter's file, which says along which dim it is cut.
-        num_parts: tensor-parallel ranks.
     """
     saved, dim = list(content[PARAM].shape), content.get(CAT_DIM, 0)
     cut_by_autotp: Mapping[str, Any] = getattr(p, _AUTOTP_META, None) or {}

@@ -1,13 +1,10 @@
-"""Saves and loads of an FP8 engine: DeepSpeed's, with bf16 of the masters as weights and our state beside them.
-
-When a checkpoint counts is fp8_ds/engine/saving.py's and checking.py's; what our state is,
-fp8_ds/checkpoint/state.py's.
-"""
+"""Saves and loads of an FP8 engine: DeepSpeed's, with bf16 of the masters as weights and our state beside them."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +27,7 @@ from fp8_ds.engine.cut_models import is_cut, refuse_one_ranks_part, universal_in
 from fp8_ds.engine.following import Following
 from fp8_ds.engine.log import say
 from fp8_ds.engine.retyping import start_count_anew
-from fp8_ds.engine.saving import Recorder, save_whole, tell_all
+from fp8_ds.engine.saving import save_whole, tell_all
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.tp.autotp import as_plain_weights
 from fp8_ds.zero.context import Fp8Context
@@ -48,7 +45,6 @@ class Fp8Checkpoints:
     fp8: Fp8Context | None = None
     _fp8_unused: Fp8Context | None = None
     _fp8_following: Following | None = None
-    _fp8_said_state_dict = False
 
     def save_checkpoint(
         self: Any,
@@ -58,8 +54,7 @@ class Fp8Checkpoints:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> Any:
-        """Stock save, with bf16 of the masters as `module` and our state under one key of the model file; complete and
-        checksummed before it has its name, and `latest` after that.
+        """Stock save, with bf16 of the masters and our state in the model file; complete before it has its name.
 
         Raises:
             CheckpointError: a rank could not write, on all ranks; checkpoints before are as they were.
@@ -76,10 +71,9 @@ class Fp8Checkpoints:
             )
         refuse_tag(tag)
         if any(with_our_key):
-            ranks = [rank for rank, has_it in enumerate(with_our_key) if has_it]
             raise ConfigError(
                 f"client_state: expected no key {CHECKPOINT_KEY!r}, under which the checkpoint has the state of FP8 "
-                f"training, got one on {len(ranks)} ranks, rank {ranks[0]} among them. Give it another name."
+                f"training, got one on rank {with_our_key.index(True)}. Give it another name."
             )
         client_state = {**universal_info(self.module), **(client_state or {})}
         if (context := self.fp8 or self._fp8_unused) is not None:
@@ -98,15 +92,13 @@ class Fp8Checkpoints:
                 save_dir, tag, client_state, save_latest=False, exclude_frozen_parameters=exclude_frozen_parameters
             )
 
-        if self.fp8 is None:
-            return save_whole(self, save_dir, tag, save_latest, write, say)
         writes = self.save_non_zero_checkpoint or isinstance(self, PipelineEngine)
-        with self.optimizer.fp8_export(writes):
-            return save_whole(self, save_dir, tag, save_latest, write, say)
+        with self.optimizer.fp8_export(writes) if self.fp8 is not None else nullcontext():
+            return save_whole(self, save_dir, tag, save_latest, write)
 
     def _common_checkpoint_state(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Stock's entries. Ranks that share a sequence are not tensor-parallel ones, as stock says of Ulysses' `mpu`:
-        ds_to_universal would look for a model file of each.
+        """Stock's entries, which call ranks of Ulysses' `mpu` tensor-parallel: ds_to_universal would look for files of
+        each.
         """
         state: dict[str, Any] = super()._common_checkpoint_state(*args, **kwargs)  # type: ignore[misc]
         if self.sequence_parallel_size > 1 and (dims := state.get(_PARALLEL_DIMS)) is not None:
@@ -115,11 +107,7 @@ class Fp8Checkpoints:
 
     def _copy_recovery_script(self: Any, save_path: str) -> None:
         """Stock copy; rank 0's failure waits until all ranks can hear of it."""
-        copy = super()._copy_recovery_script  # type: ignore[misc]
-        if isinstance(self.checkpoint_engine, Recorder):
-            self.checkpoint_engine.attempt(copy, save_path)
-        else:
-            copy(save_path)
+        self.checkpoint_engine.attempt(super()._copy_recovery_script, save_path)  # type: ignore[misc]
 
     def save_16bit_model(
         self: Any, save_dir: str, save_filename: str = "pytorch_model.bin", *args: Any, **kwargs: Any
@@ -178,49 +166,34 @@ class Fp8Checkpoints:
                 "DeepSpeed cuts no weight for tensor parallelism. Convert it with --stage 2 and load it there, or load "
                 "it into the whole model."
             )
-        named = None if tag is None else str(tag)
-        asked = Load(self, Path(load_dir), named, load_module_only, load_optimizer_states)
+        asked = Load(self, Path(load_dir), None if tag is None else str(tag), load_module_only, load_optimizer_states)
         options = load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
         load = super().load_checkpoint  # type: ignore[misc]
-        with checked(asked, say) as found:
-            return self._fp8_load(
-                found, lambda: load(load_dir, found, *options), load_optimizer_states, load_module_only
-            )
-
-    def _fp8_load(
-        self: Any,
-        tag: str | None,
-        load: Callable[[], Any],
-        load_optimizer_states: bool,
-        load_module_only: bool,
-    ) -> Any:
-        """Run the stock `load` of the checkpoint `tag`, which has been checked; then load our state."""
-        if tag is None:  # nothing is there, as stock code says; `fp8_dense` would store masters with other scales
-            return load()
-        if self.fp8 is None:
-            path, client_state = load()
-            if self._fp8_unused is not None and client_state is not None:
-                state = client_state.pop(CHECKPOINT_KEY, None)
-                restore_state(self._fp8_unused, state, say, module_only=load_module_only)
+        with checked(asked) as found:
+            if found is None or (context := self.fp8 or self._fp8_unused) is None:
+                return load(load_dir, found, *options)
+            with self.optimizer.fp8_dense() if self.fp8 is not None else nullcontext({}) as scales:
+                path, client_state = load(load_dir, found, *options)
+                state = None if client_state is None else client_state.pop(CHECKPOINT_KEY, None)
+                if not load_module_only:
+                    scales.update(split_master_scales(state))  # masters are stored with those they were saved with
+            if client_state is not None:
+                of_a_stage = isinstance(self, PipelineEngine) and self.load_universal_checkpoint()
+                restore_state(context, state, say, load_module_only, of_a_stage)
+                if self.fp8 is not None:
+                    self._fp8_go_on(state or {}, load_optimizer_states, load_module_only)
             return path, client_state
-        with self.optimizer.fp8_dense() as scales:  # masters are stored with the scales they were saved with
-            path, client_state = load()
-            state = None if client_state is None else client_state.pop(CHECKPOINT_KEY, None)
-            if not load_module_only:
-                scales.update(split_master_scales(state))
-        if client_state is not None:
-            start_count_anew(self.fp8)
-            of_a_stage = isinstance(self, PipelineEngine) and self.load_universal_checkpoint()
-            restore_state(self.fp8, state, say, module_only=load_module_only, of_a_stage=of_a_stage)
-            if self.fp8.release is not None:
-                self.fp8.release.restart()
-            if isinstance(self.optimizer, Fp8States) and not load_module_only:
-                self.optimizer.fp8_flag.load(bool((state or {}).get(LATE_KEY)))
-                if load_optimizer_states:
-                    self.optimizer.fp8_load_bound_sums((state or {}).get(BOUND_SUMS_KEY, {}))
-            following = None if load_module_only else (state or {}).get(FOLLOWING_KEY)
-            self._fp8_following.resume(following)
-        return path, client_state
+
+    def _fp8_go_on(self: Any, state: Mapping[str, Any], load_optimizer_states: bool, load_module_only: bool) -> None:
+        """Take over what is in no `Fp8Context`, after a load."""
+        start_count_anew(self.fp8)
+        if self.fp8.release is not None:
+            self.fp8.release.restart()
+        if isinstance(self.optimizer, Fp8States) and not load_module_only:
+            self.optimizer.fp8_flag.load(bool(state.get(LATE_KEY)))
+            if load_optimizer_states:
+                self.optimizer.fp8_load_bound_sums(state.get(BOUND_SUMS_KEY, {}))
+        self._fp8_following.resume(None if load_module_only else state.get(FOLLOWING_KEY))
 
     def load_module_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Stock load; FP8 weights also hand the loaded values to their masters, without an FP8 rounding between."""
@@ -230,29 +203,24 @@ class Fp8Checkpoints:
         with optimizer.fp8_load():
             return super().load_module_state_dict(*args, **kwargs)  # type: ignore[misc]
 
-    def _fp8_before_state_dict(self: Any) -> None:
-        """Say once that a plain state_dict() is no collective, and what it therefore holds in ZeRO-1/2."""
-        optimizer = getattr(self, "optimizer", None)
-        if self._fp8_said_state_dict or not isinstance(optimizer, Fp8ZeroStage12) or optimizer.fp8_is_exporting:
-            return
-        self._fp8_said_state_dict = True
-        say(
-            "fp8: module.state_dict() gives de-quantised FP8 weights; engine.save_checkpoint and "
-            "engine.save_16bit_model give bf16 of the masters"
-        )
-
 
 class BeforeStateDict:
-    """A hook of an engine's model. Copies of the model have it too: they do not copy the engine, and say nothing.
+    """A hook of an engine's model: say once what a plain state_dict(), which is no collective, holds in ZeRO-1/2.
 
-    Args:
-        engine: a method of it would be copied with it, and a process group cannot be.
+    Copies of the model have it too. They do not copy the engine, whose process groups cannot be, and say nothing.
     """
 
     def __init__(self, engine: Fp8Checkpoints) -> None:
-        self._engine = weakref.ref(engine)
+        self._engine, self._has_said = weakref.ref(engine), False
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         engine: Any = self._engine()
-        if engine is not None and engine.module is module:
-            engine._fp8_before_state_dict()
+        optimizer = getattr(engine, "optimizer", None)
+        if self._has_said or not isinstance(optimizer, Fp8ZeroStage12) or engine.module is not module:
+            return
+        if not optimizer.fp8_is_exporting:
+            self._has_said = True
+            say(
+                "fp8: module.state_dict() gives de-quantised FP8 weights; engine.save_checkpoint and "
+                "engine.save_16bit_model give bf16 of the masters"
+            )

@@ -1,8 +1,7 @@
 """Saves that are whole or not there: DeepSpeed writes the files, this says when they count.
 
-Stock code writes into a folder beside, and every rank checksums its own files; all ranks tell each other; the first of
-each host takes the steps of fp8_ds/checkpoint/folders.py. A failure on any rank is an error on all, and the checkpoint
-before is as it was.
+Stock code writes into a folder beside, and every rank checksums its own files; the first of each host then takes the
+steps of fp8_ds/checkpoint/folders.py. A failure on any rank is an error on all, and the checkpoint before is as it was.
 """
 
 from __future__ import annotations
@@ -12,15 +11,15 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import torch.distributed as dist
 
 from fp8_ds.checkpoint import folders
 from fp8_ds.checkpoint.contents import unknown_names
+from fp8_ds.engine.log import say
 from fp8_ds.errors import CheckpointError
 
 SLICE_SECONDS = 2.0
@@ -28,11 +27,6 @@ SLICE_SECONDS = 2.0
 SAY_SECONDS = 60.0
 """Between two lines that name the ranks which the others wait for."""
 _NUM_SHOWN = 3
-
-Say = Callable[[str], None]
-
-
-# --- all ranks ---
 
 
 def tell_all(mine: Any) -> list[Any]:
@@ -42,16 +36,11 @@ def tell_all(mine: Any) -> list[Any]:
     return everyone
 
 
-def all_do(what: str, work: Callable[[], Any], say: Say) -> tuple[list[Any], list[str]]:
+def all_do(what: str, work: Callable[[], Any]) -> tuple[list[Any], list[str]]:
     """Do file work on all ranks, however long one takes. Collective over all ranks.
 
-    NCCL's watchdog ends a process that waits in a collective for the group's time-out. So the work runs in a thread,
-    and all ranks meet in one short exchange after another until everyone is done.
-
-    Args:
-        what: all ranks do, for messages.
-        work: this rank's part of it: files, and neither collectives nor a GPU.
-        say: called with a line for rank 0.
+    NCCL's watchdog ends a process that waits in a collective for the group's time-out. So the work, without collectives
+    and a GPU, runs in a thread, and all ranks meet in one short exchange after another until everyone is done.
 
     Returns:
         By rank, what `work` returned, None where it raised; and texts of what it raised, each once.
@@ -96,11 +85,8 @@ def layout(engine: Any) -> dict[str, int]:
     }
 
 
-# --- a save ---
-
-
 class Recorder:
-    """DeepSpeed's checkpoint engine `stock`, which remembers what it wrote; errors wait until all ranks can hear."""
+    """DeepSpeed's checkpoint engine `stock`, recording what it writes; errors wait until all ranks can hear."""
 
     def __init__(self, stock: Any) -> None:
         self.stock = stock
@@ -126,38 +112,33 @@ class Recorder:
                 self.error = f"{type(error).__name__}: {str(error)[:300]}"
 
 
-@dataclass(frozen=True)
-class _Part:
-    """What one rank of `host` wrote of a checkpoint: `files` by name, and what a load has to be told of in them."""
+class _Part(NamedTuple):
+    """Files that one rank of `host` wrote, by name, and classes in them that a load has to be told of."""
 
     host: int
     files: dict[str, folders.FileRecord]
     unknown: list[str]
 
 
-def save_whole(engine: Any, save_dir: Any, tag: str, is_latest: bool, write: Callable[[str], Any], say: Say) -> Any:
-    """Save the checkpoint `tag` into `save_dir`, complete and checksummed, on all ranks alike. Collective.
+def save_whole(engine: Any, save_dir: Any, tag: str, is_latest: bool, write: Callable[[str], Any]) -> Any:
+    """Save the checkpoint `tag` into `save_dir`, complete and checksummed. Collective.
 
     Args:
-        engine: whose `checkpoint_engine` writes.
+        engine: its `checkpoint_engine` writes.
         save_dir: one folder for all ranks; with `use_node_local_storage` one on each host.
-        tag: name of the checkpoint, the same on all ranks.
-        is_latest: the file `latest` points to it afterwards.
+        tag: the same on all ranks.
+        is_latest: the file `latest` names it afterwards.
         write: stock save, given the tag to write under.
-        say: called with a line for rank 0.
-
-    Raises:
-        CheckpointError: a rank could not write, on all ranks; what was there before is as it was.
     """
     folder, host, rank = Path(save_dir), host_of(engine), dist.get_rank()
     recorder, save_id = Recorder(engine.checkpoint_engine), str(tell_all(uuid4().hex[:8])[0])
     save = folders.Save(folder, tag, save_id, is_latest=is_latest)
 
     def on_all(work: Callable[[], Any]) -> list[Any]:
-        """Do `work` on all ranks; a failure of one is an error on all, after which nothing is left of the save."""
-        found, failed = all_do("save_checkpoint", work, say)
+        """Do `work` on all ranks; where one fails all raise, and nothing is left of the save."""
+        found, failed = all_do("save_checkpoint", work)
         if failed:
-            undone = all_do("save_checkpoint", lambda: save.undo() if rank == host else None, say)[1]
+            undone = all_do("save_checkpoint", lambda: save.undo() if rank == host else None)[1]
             failed = failed[:_NUM_SHOWN] + [f"{text} (renames not undone)" for text in undone]
             raise CheckpointError(
                 f"save_checkpoint: expected every rank to write its part of {str(folder / tag)!r}, got "
@@ -166,7 +147,7 @@ def save_whole(engine: Any, save_dir: Any, tag: str, is_latest: bool, write: Cal
         return found
 
     def on_hosts(work: Callable[[], Any]) -> None:
-        """Do `work` on the first rank of each host: no host begins a step before all have ended the one before."""
+        """Do `work` on the first rank of each host; no host begins a step before all have ended the one before."""
         on_all(lambda: work() if rank == host else None)
 
     def begin() -> None:
@@ -174,8 +155,7 @@ def save_whole(engine: Any, save_dir: Any, tag: str, is_latest: bool, write: Cal
         lock.enter_context(folders.take_lock(folder, f"{host or ''}", say))
         save.prepare()
 
-    def part() -> _Part:
-        """Read back what this rank wrote."""
+    def read_back() -> _Part:
         if recorder.error:
             raise CheckpointError(f"rank {rank}: {recorder.error}")
         files = {path.relative_to(save.staging).as_posix(): folders.record(path, rank) for path in recorder.paths}
@@ -195,10 +175,10 @@ def save_whole(engine: Any, save_dir: Any, tag: str, is_latest: bool, write: Cal
             result = write(save.staging_tag)
         finally:
             engine.checkpoint_engine = recorder.stock
-        parts: list[_Part] = on_all(part)
+        parts: list[_Part] = on_all(read_back)
         on_hosts(stage)
         on_hosts(save.publish)
-        all_do("save_checkpoint", lambda: save.finish() if rank == host else None, say)  # it is complete in any case
+        all_do("save_checkpoint", lambda: save.finish() if rank == host else None)  # it is complete in any case
     say(f"fp8: checkpoint {folder / tag} is complete{', and latest names it' if is_latest else ''}")
     if names := sorted({name for part in parts for name in part.unknown}):
         say(
@@ -209,11 +189,7 @@ def save_whole(engine: Any, save_dir: Any, tag: str, is_latest: bool, write: Cal
 
 
 def _check_writers(parts: list[_Part], host: int, staging: Path) -> None:
-    """Check that one rank of a host has written each file, and that this host's disk has its own files and no others.
-
-    Raises:
-        CheckpointError: naming file and ranks.
-    """
+    """Check that one rank of a host has written each file, and that this host's disk has no files but its own."""
     writers = defaultdict(list)
     for rank, part in enumerate(parts):
         for name in part.files:

@@ -143,8 +143,8 @@ def one_raises(kind: str) -> list[str]:
             raise {"error": ZeroDivisionError, "exit": SystemExit}[kind]("by zero")
         return 7
 
-    assert all_do("count", dist.get_rank, print) == ([0, 1], [])
-    done, failed = all_do("count", work, print)
+    assert all_do("count", dist.get_rank) == ([0, 1], [])
+    done, failed = all_do("count", work)
     assert done == [7, None]
     return failed
 
