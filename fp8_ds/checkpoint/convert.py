@@ -1,8 +1,8 @@
 """Between checkpoints of training, bf16 safetensors in Hugging Face's layout, and universal checkpoints.
 
 Weights leave as bf16 of the masters, bitwise what `save_16bit_model` gives; nothing passes through FP8. One process, on
-the CPU. DeepSpeed's files are pickles, which its converters execute: so all are read without executing anything first,
-and what holds more than data is refused. They find files by patterns: so they are given a folder of those alone.
+the CPU. DeepSpeed's converters execute pickles and find files by patterns, of which they take a folder's name for one
+(`a[b]` for `ab`): so they are given a folder of links to files that hold only data.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from deepspeed.checkpoint import constants
@@ -80,7 +80,7 @@ def kind_of(folder: Path) -> Kind:
 
 
 def _tags(folder: Path) -> list[str]:
-    """Return the saves in `folder`, such as are not finished too; a universal checkpoint in it is none."""
+    """Return the saves in `folder`, unfinished ones too; a universal checkpoint is none."""
     found = {path.parent for path in folder.glob("*/*_model_states.pt")}
     return sorted(path.name for path in found if not (path / GLOBAL_STATE).exists())
 
@@ -162,18 +162,15 @@ def _to_universal(
 
 
 def _tensor_in(content: Any) -> Tensor:
-    """Return the master or moment in a file of either form."""
     tensor: Tensor = content["param"] if isinstance(content, dict) else content
     return tensor
 
 
 def _of_universal(source: Path, trust_pickle: bool) -> Iterator[tuple[str, Tensor]]:
-    refuse_damage(source, "Convert it again.")
+    universal.check_universal(source, trust_pickle)
     files = sorted(source.glob(_MODEL_FILES))
-    if len({file.name.split("mp_rank_")[-1] for file in files}) != 1:
+    if _num_parts(source) != 1:
         raise UnsupportedError(f"convert: expected one tensor-parallel rank, got {len(files)} files. {_WHOLE_REMEDY}")
-    for name in folders.own_files(source):
-        read_file(source / name, trust_pickle)
     state = read_file(files[0], trust_pickle)
     if frozen := state.get("frozen_param_fragments"):
         raise UnsupportedError(
@@ -187,27 +184,14 @@ def _of_universal(source: Path, trust_pickle: bool) -> Iterator[tuple[str, Tenso
         yield name, _tensor_in(content).reshape(shape).to(torch.bfloat16)
 
 
-# --- saves of DeepSpeed, for its own converters ---
-
-
-class _Save(NamedTuple):
-    """One save whose files have been checked.
-
-    `staged` is a folder of links to them: DeepSpeed's converters open whatever has a name that begins or matches so, in
-    folders within as well, and take the names of folders for patterns: `a[b]` for `ab`. `model` is what a model file
-    holds, tensors on the meta device; `names` are those of which folders are made; `num_parts` counts tensor-parallel
-    ranks and pipeline stages.
-    """
-
-    staged: Path
-    model: Mapping[str, Any]
-    names: set[str]
-    num_parts: int
-
-
 @contextmanager
-def _checked_save(source: Path, tag: str | None, trust_pickle: bool) -> Iterator[_Save]:
-    """Yield the save that `tag` names, or `latest`, or that `source` is, for DeepSpeed to read within the block.
+def _staged_save(
+    source: Path, tag: str | None, trust_pickle: bool
+) -> Iterator[tuple[Path, Mapping[str, Any], set[str]]]:
+    """Check the files of a save, and link them into a folder for DeepSpeed to read within the block.
+
+    Yields:
+        (that folder; what a model file holds, tensors on the meta device; names of which folders will be made).
 
     Raises:
         ConfigError: there is no such save.
@@ -217,33 +201,29 @@ def _checked_save(source: Path, tag: str | None, trust_pickle: bool) -> Iterator
     folder = _find_save(source, tag)
     files = sorted(folders.own_files(folder))  # a pipe or a device is no file
     complete = folders.describe_complete(folder.parent, folder.name)
-    if folder.name.endswith(folders.INCOMPLETE):
-        raise CheckpointError(
-            f"convert: expected a whole save, got: {folder} is of a save that did not end. {complete}"
-        )
-    refuse_damage(folder, complete)
-    manifest = folders.read_manifest(folder)
-    if manifest is None:
-        missing: list[str] = []
+    problems = [f"{folder} is of a save that did not end"] if folder.name.endswith(folders.INCOMPLETE) else []
+    if not problems and (manifest := refuse_damage(folder, complete)) is not None:
+        files = [name for name in files if name in manifest.files]
+    elif not problems:
         with suppress(CheckpointError):  # it holds more than data, as is said below where that is not allowed
-            missing = [f"{folder / name} is missing" for name in folders.read_layout(folder)[1] if name not in files]
-        if missing:
-            raise CheckpointError(f"convert: expected a whole save, got: {'; '.join(missing[:3])}. {complete}")
+            counted = folders.read_layout(folder)[1]
+            problems = [f"{folder / name} is missing" for name in counted if name not in files]
+    if problems:
+        raise CheckpointError(f"convert: expected a whole save, got: {'; '.join(problems[:3])}. {complete}")
     model: Mapping[str, Any] = {}
     names: set[str] = set()
     with tempfile.TemporaryDirectory() as place:
         staged = Path(place, "save")
         staged.mkdir()
-        for path in (folder / name for name in files if manifest is None or name in manifest.files):
+        for path in (folder / name for name in files):
             read = read_file(path, trust_pickle)
             content = read if isinstance(read, Mapping) else {}
             model = content if path.match(_MODEL_FILES) else model
             folders.refuse_paths(found := set(_parameter_names(content)), path)
             names |= found
             (staged / path.name).symlink_to(path.absolute())
-        num_parts = len({path.name.split("mp_rank_")[1] for path in staged.glob(_MODEL_FILES)})
         try:
-            yield _Save(staged, model, names, num_parts)
+            yield staged, model, names
         except (AssertionError, FileNotFoundError, IndexError, KeyError, RuntimeError, ValueError) as error:
             if isinstance(error, Fp8DsError) or "inline_container" in str(error):  # the latter is a full disk
                 raise
@@ -254,19 +234,19 @@ def _checked_save(source: Path, tag: str | None, trust_pickle: bool) -> Iterator
             ) from error
 
 
+def _num_parts(folder: Path) -> int:
+    """Count the tensor-parallel ranks and pipeline stages."""
+    return len({path.name.split("mp_rank_")[1] for path in folder.glob(_MODEL_FILES)})
+
+
 def _find_save(source: Path, tag: str | None) -> Path:
     if tag is None and any(source.glob("*_model_states.pt")):
         return source.resolve()
-    latest = source / folders.LATEST
-    if tag is None:
-        if not latest.exists():
-            raise CheckpointError(
-                f"convert: expected a file {folders.LATEST!r} in {source}, which the end of a save writes, got none. "
-                f"Name one of its saves by --tag: {', '.join(_tags(source))}."
-            )
-        folders.refuse_special([latest])
-        tag = latest.read_text().strip()
-        folders.refuse_paths([tag], latest)
+    if tag is None and (tag := folders.read_latest(source / folders.LATEST)) is None:
+        raise CheckpointError(
+            f"convert: expected a file {folders.LATEST!r} in {source}, which the end of a save writes, got none. "
+            f"Name one of its saves by --tag: {', '.join(_tags(source))}."
+        )
     folder = source / folders.folders_of(source, tag)[0]
     if not folder.is_dir():
         raise ConfigError(f"--tag: expected a folder in {source}, got {tag!r}. Name one that was saved.")
@@ -289,21 +269,21 @@ def _parameter_names(content: Any) -> Iterator[str]:
 def _of_save(source: Path, tag: str | None, trust_pickle: bool) -> Iterator[tuple[str, Tensor]]:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    with _checked_save(source, tag, trust_pickle) as save:
-        if any(save.staged.glob(_LAYER_FILES)):
+    with _staged_save(source, tag, trust_pickle) as (staged, model, _):
+        if any(staged.glob(_LAYER_FILES)):
             raise UnsupportedError(
                 "convert: expected no pipeline stages, got a PipelineModule's, whose names are those of its stages. "
                 "Convert it to universal, or export with your own names."
             )
-        if save.num_parts > 1:
+        if _num_parts(staged) > 1:
             raise UnsupportedError(f"convert: expected one tensor-parallel rank, got several. {_WHOLE_REMEDY}")
-        if left_out := save.model.get(CHECKPOINT_KEY, {}).get(LEFT_OUT_KEY):
+        if left_out := model.get(CHECKPOINT_KEY, {}).get(LEFT_OUT_KEY):
             raise UnsupportedError(
                 f"convert: expected a checkpoint of all weights, got one without {len(left_out)} frozen ones, "
                 f"{left_out[0]} among them: it was saved with exclude_frozen_parameters, as transformers saves PEFT "
                 "models. Use the adapter's own files (adapter_model.safetensors), which Trainer writes beside it."
             )
-        state = get_fp32_state_dict_from_zero_checkpoint(str(save.staged.parent), save.staged.name, lazy_mode=True)
+        state = get_fp32_state_dict_from_zero_checkpoint(str(staged.parent), staged.name, lazy_mode=True)
     written: set[int] = set()
     for name, lazy in state.items():
         if id(lazy) not in written:  # of a tied weight one name is enough, as in save_pretrained
@@ -315,28 +295,28 @@ def _of_save(source: Path, tag: str | None, trust_pickle: bool) -> Iterator[tupl
 def _run_ds_to_universal(source: Path, tag: str | None, out: Path, trust_pickle: bool) -> None:
     """Have DeepSpeed's converter write `out`.
 
-    Raises: as `_checked_save`, and
+    Raises: as `_staged_save`, and
         UnsupportedError: a name is no pattern of itself, so that masters and moments would be left out; or parts of
             tensor-parallel ranks would all be joined along dim 0, for nothing says how. Layers of pipelines are whole.
     """
     from deepspeed.checkpoint import ds_to_universal
 
-    with _checked_save(source, tag, trust_pickle) as save:
-        layers = [path.name.split("-")[0] for path in save.staged.glob(_LAYER_FILES)]
-        are_whole = save.num_parts == 1 or (bool(layers) and len(set(layers)) == len(layers))
-        if not are_whole and not save.model.get(constants.UNIVERSAL_CHECKPOINT_INFO):
+    with _staged_save(source, tag, trust_pickle) as (staged, model, names):
+        layers = [path.name.split("-")[0] for path in staged.glob(_LAYER_FILES)]
+        are_whole = _num_parts(staged) == 1 or (bool(layers) and len(set(layers)) == len(layers))
+        if not are_whole and not model.get(constants.UNIVERSAL_CHECKPOINT_INFO):
             raise UnsupportedError(
                 f"convert: expected {constants.UNIVERSAL_CHECKPOINT_INFO!r} in model files, by which parts of "
                 "tensor-parallel ranks are joined, got none. Save it again with this fp8_ds, or with that entry in "
                 "client_state."
             )
-        if odd := sorted(name for name in save.names if set(name) & _PATTERN_SIGNS):
+        if odd := sorted(name for name in names if set(name) & _PATTERN_SIGNS):
             raise UnsupportedError(
                 "convert: expected names of parameters that DeepSpeed's converter finds again, without any of "
                 f"{' '.join(sorted(_PATTERN_SIGNS))}, got {odd[0]!r}. Load it at its own stage and world size."
             )
-        target = save.staged.parent / "universal"  # it takes the name of this folder for a pattern, too
+        target = staged.parent / "universal"  # it takes the name of this folder for a pattern, too
         target.symlink_to(out.absolute())
-        options: dict[str, Any] = {"input_folder": str(save.staged), "output_folder": str(target)}
+        options: dict[str, Any] = {"input_folder": str(staged), "output_folder": str(target)}
         options |= {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
         ds_to_universal.main(argparse.Namespace(**options, inject_missing_state=True))

@@ -20,12 +20,7 @@ _WIDTH = 60
 
 
 def read_tensors(source: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the files that the index lists, or of all safetensors in `source` if it has none.
-
-    Raises:
-        CheckpointError: a file is damaged or no file, a tensor is in two files, or the index names one that is in none.
-        FileNotFoundError: a file that the index names is not there.
-    """
+    """Yield the tensors of the files that the index lists, or of all safetensors in `source` if it has none."""
     from safetensors import SafetensorError, safe_open
 
     index = source / INDEX
@@ -54,7 +49,6 @@ def read_tensors(source: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Return the name of each tensor's file."""
     refuse_special([index])
     text = index.read_text()
     try:
@@ -67,10 +61,9 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def write_tensors(tensors: Iterable[tuple[str, Tensor]], out: Path) -> tuple[int, int]:
-    """Write `tensors` into `out`. Killed on the way, `out` has none, or an index of some that are missing.
+    """Write `tensors` into `out`, and return how many and their bytes.
 
-    Returns:
-        (number of tensors, their bytes).
+    Killed on the way, `out` has none, or an index of some that are missing.
     """
     from safetensors.torch import save_file
 
@@ -108,12 +101,7 @@ def _shards(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
 
 
 def configuration_files(model: Path) -> list[Path]:
-    """Return the configurations and tokenizer files in `model`: no weights, no index of weights.
-
-    Raises:
-        ConfigError: there is no config.json.
-        CheckpointError: one is a pipe, a device or the like.
-    """
+    """Return the configurations and tokenizer files in `model`: no weights, no index of weights."""
     if not (model / "config.json").is_file():
         raise ConfigError(f"--model: expected a folder with config.json, got {model}. Name the model's folder.")
     found = sorted(path for end in ("json", "model", "txt", "jinja") for path in model.glob(f"*.{end}"))

@@ -47,7 +47,6 @@ def prepare_universal(folder: Path, stage: int, trust_pickle: bool = False) -> N
         ConfigError: it is no universal checkpoint, or `stage` is none of these.
         CheckpointError: its files are not as they were written, hold more than data, or are no files.
         UnsupportedError: it was written by several tensor-parallel ranks.
-        OSError: of the file system.
     """
     folder = folder.resolve()
     with published(folder) as work:
@@ -72,33 +71,37 @@ def published(out: Path) -> Iterator[Path]:
 
 
 def copy_as(source: Path, folder: Path, stage: int, trust_pickle: bool) -> None:
-    """Fill `folder` with the universal checkpoint `source`, and the files that links in it lead to, in the form of
-    `stage`. Raises: as `prepare_universal`."""
+    """Fill `folder` with the universal checkpoint `source`, links followed, in the form of `stage`."""
     if (source / GLOBAL_STATE).exists():
-        refuse_damage(source, "Convert it again.")
-        for name in folders.own_files(source):
-            read_file(source / name, trust_pickle)
+        check_universal(source, trust_pickle)
         shutil.copytree(source, folder, dirs_exist_ok=True)
     rewrite(folder, stage, trust_pickle, source)
 
 
-def refuse_damage(folder: Path, remedy: str) -> None:
-    """Raises: CheckpointError: the files of `folder` are not as its manifest says, if it has one."""
-    manifest = folders.read_manifest(folder)
-    files = {} if manifest is None else manifest.files
-    problems = [text for name, entry in files.items() if (text := folders.damage(folder, name, entry))]
-    if problems:
-        raise CheckpointError(
-            f"{folder}: expected a whole checkpoint, got: {'; '.join(problems[:_NUM_SHOWN])}. {remedy}"
-        )
+def check_universal(folder: Path, trust_pickle: bool) -> None:
+    """Check that all files are as they were written, and hold data only unless they are trusted."""
+    refuse_damage(folder, "Convert it again.")
+    for name in folders.own_files(folder):
+        read_file(folder / name, trust_pickle)
+
+
+def refuse_damage(folder: Path, remedy: str) -> folders.Manifest | None:
+    """Return the manifest of `folder`, if it has one; its files are as it says.
+
+    Raises:
+        CheckpointError: they are not.
+    """
+    if (manifest := folders.read_manifest(folder)) is not None:
+        problems = [text for name, entry in manifest.files.items() if (text := folders.damage(folder, name, entry))]
+        if problems:
+            raise CheckpointError(
+                f"{folder}: expected a whole checkpoint, got: {'; '.join(problems[:_NUM_SHOWN])}. {remedy}"
+            )
+    return manifest
 
 
 def read_file(path: Path, trust_pickle: bool, device: str = "meta") -> Any:
-    """Return what `torch.load` does, with all tensors on `device`.
-
-    Raises:
-        CheckpointError: the file holds more than tensors, plain data and DeepSpeed's own objects, and is not trusted.
-    """
+    """Return what `torch.load` does. Raises: CheckpointError: it holds more than data, and is not trusted."""
     if trust_pickle:
         return torch.load(path, map_location=device, weights_only=False)
     try:
@@ -108,13 +111,7 @@ def read_file(path: Path, trust_pickle: bool, device: str = "meta") -> Any:
 
 
 def rewrite(folder: Path, stage: int, trust_pickle: bool, name: Path) -> None:
-    """Bring the files in `folder`, a tensor at a time, into the form of `stage`. There must be no link among them.
-
-    Args:
-        name: of the checkpoint, for errors.
-
-    Raises: as `prepare_universal`.
-    """
+    """Bring the files in `folder`, no link among them, into the form of `stage`; errors speak of `name`."""
     if stage not in (1, 2, 3):
         raise ConfigError(f"stage: expected 1, 2 or 3, got {stage!r}. Name the stage that is to load the checkpoint.")
     files = [path for prefix in ("", _STAGE3_PREFIX) for path in folder.glob(f"{prefix}mp_rank_*_model_states.pt")]
@@ -169,13 +166,9 @@ def write_weights(tensors: Iterable[tuple[str, Tensor]], folder: Path, stage: in
 
     Args:
         tensors: of bf16, fp16 or fp32. Integers are buffers, which no engine reads here: they are left out.
+        folder: empty.
         stage: of ZeRO, that is to load it.
         name: where they come from, for errors.
-
-    Raises:
-        CheckpointError: a name leads out of `folder`.
-        UnsupportedError: a tensor is of another type, FP8 for one, whose scale is elsewhere.
-        ConfigError: there is no weight.
     """
     shapes: dict[str, torch.Size] = {}
     for key, tensor in tensors:
