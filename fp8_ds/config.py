@@ -6,13 +6,16 @@ imported here, so a configuration can be checked on a machine that has neither.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError, PydanticKnownError
+from typing_extensions import Self
 
 from fp8_ds.config_errors import as_json, explain, explain_no_object
+from fp8_ds.engine.host_config import zero_stage
 from fp8_ds.errors import ConfigError
 
 
@@ -34,7 +37,8 @@ def _sinks_of_json(value: Any) -> Any:
 
 def _float_of_int(value: Any) -> Any:
     """JSON writes 0 for 0.0, which a strict model takes for an integer."""
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) <= sys.float_info.max else value
 
 
 Gemm = Literal["output", "grad_input", "grad_weight"]
@@ -52,8 +56,13 @@ _FAST_GEMMS: dict[str, tuple[Gemm, ...]] = {
 class _Block(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
+    @model_validator(mode="after")
+    def _takes_effect(self) -> Self:
+        self.check()
+        return self
+
     def check(self) -> None:
-        """Raises ConfigError where something that is set cannot take effect beside another key of this block."""
+        """Raise a ConfigError where something that is set cannot take effect beside another key of this block."""
 
 
 class LinearConfig(_Block):
@@ -119,6 +128,21 @@ class OptimizerConfig(_Block):
             raise ConfigError(
                 'fp8.optimizer.master: expected "e4m19" or "e4m11" with states "fp8", got "fp32". Remove the key: '
                 '"e4m19", the default then, loads a checkpoint with fp32 masters and ends with the same loss.'
+            )
+        if self.states == "fp32" and self.master not in (None, "fp32"):
+            raise ConfigError(
+                f'fp8.optimizer.master: expected "fp32" with states "fp32", got "{self.master}". Others are updated '
+                'together with FP8 moments: set "states": "fp8", or remove the key.'
+            )
+        if self.states == "fp32" and self.release:
+            raise ConfigError(
+                'fp8.optimizer.release: expected false with states "fp32", got true. The update during the backward is '
+                'that of FP8 states: set "states": "fp8", or remove the key.'
+            )
+        if self.states == "fp32" and self.seed:
+            raise ConfigError(
+                f'fp8.optimizer.seed: expected 0 with states "fp32", got {self.seed}. Nothing is rounded '
+                'stochastically then: set "states": "fp8", or remove the key.'
             )
 
     def releases(self, gradient_clipping: float) -> bool:
@@ -234,45 +258,28 @@ class Fp8Config(_Block):
         if not isinstance(block, dict):
             raise ConfigError(explain_no_object(block))
         try:
-            config = cls.model_validate(block)
+            return cls.model_validate(block)
         except ValidationError as error:
             known = cls.keys()
             lines = [explain(details, known) for details in error.errors(include_url=False)]
-        else:
-            for name in cls.model_fields:
-                if isinstance(block := getattr(config, name), _Block):
-                    block.check()
-            return config
         if len(lines) == 1:
             raise ConfigError(lines[0])
         raise ConfigError(f'{len(lines)} errors in the "fp8" block:\n' + "\n".join(f"  {line}" for line in lines))
 
-    def check_stage(self, stage: int) -> None:
-        """Every setting can take effect under this ZeRO stage.
+    def validate_with(self, ds_config: Mapping[str, Any]) -> None:
+        """Check that every key can take effect in a run with this configuration.
+
+        Args:
+            ds_config: DeepSpeed's, as `json.load` returns it.
 
         Raises:
-            ConfigError: `zero.reduce_scatter` is "fp8", but the stage is neither 2 nor 3; or FP8 states are supposed
-                that are not there.
+            ConfigError: `zero.reduce_scatter` is "fp8", but the ZeRO stage is neither 2 nor 3.
         """
+        stage = zero_stage(ds_config)
         if self.zero.reduce_scatter == "fp8" and stage not in (2, 3):
             raise ConfigError(
                 f'fp8.zero.reduce_scatter: expected "bf16" with zero_optimization.stage {stage}, got "fp8". '
                 "Stage 1 reduces the sum of micro-batches, which stays unrounded here: remove the key, or use stage 2."
-            )
-        if self.optimizer.states == "fp32" and self.optimizer.master not in (None, "fp32"):
-            raise ConfigError(
-                f'fp8.optimizer.master: expected "fp32" with states "fp32", got "{self.optimizer.master}". Others are '
-                'updated together with FP8 moments: set "states": "fp8", or remove the key.'
-            )
-        if self.optimizer.release and self.optimizer.states == "fp32":
-            raise ConfigError(
-                'fp8.optimizer.release: expected false with states "fp32", got true. The update during the backward is '
-                'that of FP8 states: set "states": "fp8", or remove the key.'
-            )
-        if self.optimizer.seed and self.optimizer.states == "fp32":
-            raise ConfigError(
-                f'fp8.optimizer.seed: expected 0 with states "fp32", got {self.optimizer.seed}. Nothing is rounded '
-                'stochastically then: set "states": "fp8", or remove the key.'
             )
 
     def to_state(self) -> dict[str, Any]:

@@ -110,21 +110,28 @@ _ARTICLES = {
 
 def as_json(value: Any) -> str:
     """One line; what JSON has no form for as Python shows it."""
-    return json.dumps(value, default=repr)
+    try:
+        return json.dumps(value, default=repr)
+    except RecursionError:
+        return "what is nested too deep to be shown"
 
 
 def explain(details: ErrorDetails, known: Mapping[str, Key]) -> str:
     """One line "<key>: expected ..., got <value>. <remedy>." for one pydantic error.
 
     Args:
-        details: of the error, whose `loc` begins within the block.
+        details: of the error, whose `loc` begins within the block; a ConfigError of a model's own is the line itself.
         known: every key, `Fp8Config.keys()`.
     """
+    if details["type"] == "value_error":
+        return str(details["ctx"]["error"])
     path = [str(part) for part in details["loc"]]
     if details["type"] == "string_too_short" and path[-1] == "[key]":  # of an object whose keys name layers
         path = path[:-2]
     key = ".".join(["fp8", *path])
     value = details["input"]
+    if details["type"] == "string_unicode":
+        return f"{key}: expected whole characters, got {as_json(value)}. A lone surrogate is half of one: remove it."
     if key in REMOVED:
         return f"{key}: expected no such key, which this version has no more, got {as_json(value)}. {REMOVED[key]}."
     if details["type"] == "extra_forbidden":

@@ -82,7 +82,7 @@ def read_run(
     fp8 = None if block is None else Fp8Config.from_block(block)
     if fp8 is not None and fp8.enabled:
         refuse_config(config)
-        fp8.check_stage(stage)
+        fp8.validate_with(config)
     else:
         fp8 = None
     _refuse_uncounted(config)

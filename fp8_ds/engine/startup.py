@@ -23,7 +23,7 @@ def refuse_settings(fp8: Fp8Config, config: Config) -> None:
         UnsupportedError: FP8 ZeRO does not support the configuration.
     """
     refuse_config(config)
-    fp8.check_stage(zero_stage(config))
+    fp8.validate_with(config)
     check_total(fp8.schedule, total_steps(config))
     refuse_release(fp8, config)
 

@@ -1,7 +1,7 @@
 """ZeRO-2 and 3 with gradients reduced in FP8. Seams: fp8_ds/engine/seams.py.
 
 Only the transport is ours: DeepSpeed fills its buckets and accumulates what comes back. Stage 1 is refused
-(Fp8Config.check_stage), because it reduces the running sum of the micro-batches.
+(Fp8Config.validate_with), because it reduces the running sum of the micro-batches.
 """
 
 from __future__ import annotations

@@ -239,7 +239,7 @@ def accepted_runs(draw: st.DrawFn) -> dict[str, Any]:
     if "bf16_last_fraction" in fp8["schedule"]:
         fp8["schedule"]["total_steps"] = 4
     try:
-        Fp8Config.from_block({"enabled": True, **fp8}).check_stage(stage)
+        Fp8Config.from_block({"enabled": True, **fp8}).validate_with({"zero_optimization": {"stage": stage}})
     except ConfigError:
         assume(False)
     overrides: dict[str, Any] = {

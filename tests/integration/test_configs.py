@@ -45,7 +45,7 @@ def test_a_config_is_complete(path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     if "fp8" in config:
         fp8 = Fp8Config.from_block(config["fp8"])
         assert fp8.enabled
-        fp8.check_stage(config["zero_optimization"]["stage"])
+        fp8.validate_with(config)
 
     from deepspeed.runtime.config import DeepSpeedConfig
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fp8_ds.config import Fp8Config
+from fp8_ds.config import Fp8Config, OptimizerConfig
 from fp8_ds.config_errors import REMOVED
 from fp8_ds.errors import ConfigError
 
@@ -95,15 +95,12 @@ def test_fp8_states_alone_imply_the_wider_split_master(block: dict[str, Any], ma
     config = Fp8Config.from_block({"enabled": True, "optimizer": block})
     assert config.optimizer.master_format == master
     assert config.to_state()["optimizer"]["master_format"] == master
-    for stage in (1, 2, 3):
-        config.check_stage(stage)
 
 
 @pytest.mark.parametrize("master", ["e4m19", "e4m11"])
 def test_a_split_master_without_fp8_states_is_refused(master: str) -> None:
-    config = Fp8Config.from_block({"enabled": True, "optimizer": {"master": master}})
     with pytest.raises(ConfigError, match=rf'^fp8\.optimizer\.master: .*got "{master}"\. .*set "states": "fp8"'):
-        config.check_stage(2)
+        Fp8Config.from_block({"enabled": True, "optimizer": {"master": master}})
 
 
 def test_an_empty_filter_converts_the_head_too() -> None:
@@ -382,9 +379,8 @@ def test_an_error_names_the_key_the_value_and_the_remedy(block: Any, key: str, f
 
 
 def test_a_seed_of_nothing_is_refused() -> None:
-    one = Fp8Config.from_block({"enabled": True, "optimizer": {"seed": 3}})
     with pytest.raises(ConfigError, match=r'^fp8\.optimizer\.seed: expected 0 with states "fp32", got 3'):
-        one.check_stage(2)
+        Fp8Config.from_block({"enabled": True, "optimizer": {"seed": 3}})
     with pytest.raises(ConfigError, match=r"seed: expected an integer of at least 0, got -1"):
         Fp8Config.from_block({"enabled": True, "optimizer": {"states": "fp8", "seed": -1}})
 
@@ -419,11 +415,45 @@ def test_one_error_names_every_wrong_key() -> None:
 @pytest.mark.parametrize("stage", [0, 1])
 def test_gradients_in_fp8_below_stage_2_are_refused(stage: int) -> None:
     config = Fp8Config.from_block({"enabled": True, "zero": {"reduce_scatter": "fp8"}})
-    config.check_stage(2)
-    config.check_stage(3)
-    Fp8Config(enabled=True).check_stage(stage)
+    for other in (2, 3):
+        config.validate_with({"zero_optimization": {"stage": other}})
+    below = {"zero_optimization": {"stage": stage}}
+    Fp8Config(enabled=True).validate_with(below)
     with pytest.raises(ConfigError, match=rf'^fp8\.zero\.reduce_scatter: .*stage {stage}, got "fp8"\. .*use stage 2'):
-        config.check_stage(stage)
+        config.validate_with(below)
+
+
+def test_a_model_built_directly_is_checked_as_one_from_a_file() -> None:
+    with pytest.raises(ValueError, match=r'fp8\.optimizer\.release: expected false with states "fp32", got true'):
+        OptimizerConfig(release=True)
+    with pytest.raises(ValueError, match=r'fp8\.activations\.nonlinear: expected "bf16" with fused false'):
+        Fp8Config(enabled=True, activations={"nonlinear": "fp8"})  # type: ignore[arg-type]
+
+
+def test_contradictions_are_named_beside_unknown_keys() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Fp8Config.from_block({"enabled": True, "optimizer": {"release": True}, "linaer": {}})
+    message = str(caught.value)
+    assert message.startswith("2 errors") and "fp8.optimizer.release:" in message and "fp8.linaer:" in message
+
+
+def test_json_that_python_cannot_hold_or_print_is_refused_by_name() -> None:
+    """What a file may have: an integer above every float, a depth above the interpreter's, half of a character."""
+    huge = {"enabled": True, "schedule": {"bf16_last_fraction": 10**400}}
+    deep: Any = {}
+    for _ in range(100_000):
+        deep = {"a": deep}
+    for block, key in (
+        (huge, "fp8.schedule.bf16_last_fraction: expected a number"),
+        ({"enabled": True, "deep": deep}, "fp8.deep: expected a known key, got what is nested too deep"),
+        ({"enabled": True, "\ud800": 1}, 'fp8: expected whole characters, got "\\ud800"'),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            Fp8Config.from_block(block)
+        assert str(caught.value).startswith(key), str(caught.value)[:200]
+        str(caught.value).encode()
+    while deep:  # freed level by level: at once it would be freed by recursion
+        deep = deep.pop("a")
 
 
 def test_a_config_cannot_be_changed() -> None:

@@ -87,7 +87,7 @@ def test_blocks_of_configuration_can_be_loaded(page: Path) -> None:
         if "fp8" in config:
             fp8 = Fp8Config.from_block(config["fp8"])
             stage = config.get("zero_optimization", {}).get("stage", 2)
-            fp8.check_stage(stage)
+            fp8.validate_with({"zero_optimization": {"stage": stage}})
             refuse_config({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}} | config)
 
 
@@ -117,7 +117,7 @@ def test_blocks_inside_of_sentences_can_be_loaded(page: Path) -> None:
             block = {part[1]: json.loads(part[2])}
         if part and part[1] == "optimizer" and "type" in block.get("optimizer", {}):
             continue  # DeepSpeed's
-        Fp8Config.from_block({"enabled": True} | block).check_stage(2)
+        Fp8Config.from_block({"enabled": True} | block).validate_with({"zero_optimization": {"stage": 2}})
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/troubleshooting.md"])

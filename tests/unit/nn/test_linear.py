@@ -342,6 +342,8 @@ FAST = {
 def test_products_accumulate_fast_where_the_configuration_says_so(value, recipe, monkeypatch):
     from fp8_ds.nn import recipe as recipe_module
 
+    if (value, recipe) == ("all", "rowwise_with_gw_hp"):
+        value = "output_and_grad_input"  # as far as it goes: grad_weight is no FP8 product
     fast = []
     original = recipe_module.scaled_mm
 
@@ -354,7 +356,7 @@ def test_products_accumulate_fast_where_the_configuration_says_so(value, recipe,
     model = nn.Sequential(nn.Linear(32, 16))
     apply_plan(model, make_plan(model, config), config, torch.device("cpu"))
     run(model[0], torch.randn(8, 32))
-    num_fp8 = 2 if recipe == "rowwise_with_gw_hp" else 3  # its grad_weight is no FP8 product
+    num_fp8 = 2 if recipe == "rowwise_with_gw_hp" else 3
     assert fast == FAST[value][:num_fp8]
 
 

@@ -66,6 +66,8 @@ def inputs(tokens=256, features=192, outputs=160, family=None):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_three_gemms_keep_24_db_on_normal_inputs(recipe, grad_dtype, backend, dtype):
+    if (recipe, grad_dtype, backend) == ("blockwise", "e5m2", "torch"):
+        pytest.skip("refused: torch multiplies blocks in E4M3 only")
     linear, x, grad_output = inputs()
     expected = run(linear, x, grad_output)
     module = fp8_of(linear.to(dtype), recipe, grad_dtype=grad_dtype, backend=backend)
@@ -91,7 +93,8 @@ def test_tokens_and_weight_rows_of_zeros_cost_the_others_no_precision(recipe, gr
     x = x * std
     x[::32] = 0
     expected = run(copy.deepcopy(linear).double(), x.double(), grad_output.double())
-    module = fp8_of(linear, recipe, grad_dtype=grad_dtype)
+    backend = "reference" if (recipe, grad_dtype) == ("blockwise", "e5m2") else "torch"
+    module = fp8_of(linear, recipe, grad_dtype=grad_dtype, backend=backend)
     if attached:
         attach_payload(module, recipe)
     bound = 24.2 if grad_dtype == "e5m2" else 28.0
