@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from fp8_ds.config.json_text import finite_or_none
 from fp8_ds.curves import Curve, read_curve
 from fp8_ds.errors import ConfigError
-from fp8_ds.json_text import finite_or_none
 
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 """0.975 quantiles of Student's t with 1, 2, ... degrees of freedom; with more than 15 that of 15, a little too wide."""

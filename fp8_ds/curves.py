@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8_ds import json_text
+from fp8_ds.config import json_text
 from fp8_ds.errors import ConfigError
 
 _STEP_NAMES = ("step", "global_step", "iteration", "steps")

@@ -16,7 +16,8 @@ from deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config, z3_lea
 from torch import Tensor, nn
 
 from fp8_ds.config import Fp8Config, OptimizerConfig
-from fp8_ds.engine.host_config import BATCH_SIZES, FP32_NAMES, block_of, gradient_clipping, number, parsed, zero_stage
+from fp8_ds.config.ds_config import BATCH_SIZES, FP32_NAMES, block_of, gradient_clipping, number, parsed, zero_stage
+from fp8_ds.config.schedule import PrecisionSchedule
 from fp8_ds.engine.leaves import LIVE_NAMES, live_weights
 from fp8_ds.engine.liger_loss import most_chunks
 from fp8_ds.engine.refusals import REFUSALS, refuse_config
@@ -29,7 +30,6 @@ from fp8_ds.nn.layers import fp8_layers
 from fp8_ds.nn.producers import fuse_producers
 from fp8_ds.nn.recipe_bf16 import Bf16Recipe
 from fp8_ds.rehearsal import rehearse
-from fp8_ds.schedule import PrecisionSchedule
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 

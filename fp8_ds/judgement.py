@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from fp8_ds import diagnosis
 from fp8_ds.config import Fp8Config
+from fp8_ds.config.ds_config import filled_in, parsed
 from fp8_ds.device import uses_cuda
 from fp8_ds.diagnosis import Check
-from fp8_ds.engine.host_config import filled_in, parsed
 from fp8_ds.errors import ConfigError, Fp8DsError
 
 _NEEDED = ("torch", "deepspeed", "seams", "triton")
@@ -97,10 +97,10 @@ def _refused(fp8: Fp8Config, config: Mapping[str, Any], world: int | None) -> Ve
     None: nothing is wrong."""
     import torch
 
+    from fp8_ds.config.schedule import PrecisionSchedule
     from fp8_ds.engine.refusals import refusals_of
     from fp8_ds.engine.refusals_device import capabilities, refuse_device
     from fp8_ds.engine.startup import refuse_start, total_steps
-    from fp8_ds.schedule import PrecisionSchedule
 
     rows = refusals_of(config)
     reasons = [f"It is refused at start: {row.key}: {row.reason}." for row in rows]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8_ds import json_text
+from fp8_ds.config import json_text
 from fp8_ds.errors import ConfigError, Fp8DsError, ModelError
 
 _LLAMA: dict[str, Any] = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336}

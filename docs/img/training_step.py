@@ -3,7 +3,7 @@
     python docs/img/training_step.py
 
 The picture is the default setting; a dashed box names the key of the "fp8" block that changes it. A test compares the
-keys with fp8_ds/config.py and the file with what this script draws.
+keys with fp8_ds/config/__init__.py and the file with what this script draws.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ import deepspeed
 import torch
 
 import fp8_ds
-from fp8_ds import json_text
 from fp8_ds.checkpoint.contents import read_structure
+from fp8_ds.config import json_text
 from fp8_ds.errors import CheckpointError, ConfigError, Fp8DsError
 
 MANIFEST = "fp8_ds_manifest.json"

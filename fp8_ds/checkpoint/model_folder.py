@@ -9,9 +9,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fp8_ds import json_text
 from fp8_ds.checkpoint import folders
 from fp8_ds.checkpoint.folders import beside, refuse_paths, refuse_special, write_text
+from fp8_ds.config import json_text
 from fp8_ds.errors import CheckpointError, ConfigError
 
 INDEX = "model.safetensors.index.json"

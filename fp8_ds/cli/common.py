@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from fp8_ds import json_text
+from fp8_ds.config import json_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -157,7 +157,7 @@ def read_parsed_config(path: Path) -> dict[str, Any]:
         ConfigError: it does not; batch sizes are not looked at. Or as `read_config` does.
         OSError: it cannot be read.
     """
-    from fp8_ds.engine.host_config import BATCH_SIZES, filled_in, parsed
+    from fp8_ds.config.ds_config import BATCH_SIZES, filled_in, parsed
     from fp8_ds.errors import ConfigError
 
     config = dict(filled_in(read_config(path)))

@@ -65,7 +65,7 @@ def plan(
 
 def _find(model: str, config: dict[str, Any], world: int, seq: int | None, settings: Sequence[str]) -> dict[str, Any]:
     from fp8_ds.config import Fp8Config
-    from fp8_ds.engine.host_config import block_of, number, zero_stage
+    from fp8_ds.config.ds_config import block_of, number, zero_stage
     from fp8_ds.engine.startup import refuse_settings, total_steps
     from fp8_ds.errors import ConfigError, UnsupportedError
     from fp8_ds.model_spec import read_spec, sequence_length
@@ -131,7 +131,7 @@ def _scheduled(found: Sequence[Product], config: ScheduleConfig, total_steps: ob
     Raises:
         ConfigError: it names what is not in FP8.
     """
-    from fp8_ds.schedule import PrecisionSchedule
+    from fp8_ds.config.schedule import PrecisionSchedule
 
     schedule = PrecisionSchedule.of(config, [product.fqn for product in found if product.in_fp8], total_steps)
     usual = "bf16" if schedule.is_never_fp8 else "fp8"

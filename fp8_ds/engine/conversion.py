@@ -11,8 +11,8 @@ from deepspeed.runtime.pipe.module import PipelineModule
 
 from fp8_ds.attention.huggingface import use_backend
 from fp8_ds.config import Fp8Config, LinearConfig
+from fp8_ds.config.ds_config import linear_in_training
 from fp8_ds.engine.attention import describe_attention
-from fp8_ds.engine.host_config import linear_in_training
 from fp8_ds.engine.liger_loss import prepare_liger_loss
 from fp8_ds.engine.log import say
 from fp8_ds.engine.refusals_device import capabilities, refuse_device

@@ -22,7 +22,7 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 from torch.nn import Module
 
 from fp8_ds.checkpoint.contents import read_structure
-from fp8_ds.engine.host_config import Config, block_of, number
+from fp8_ds.config.ds_config import Config, block_of, number
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.tp.block_inputs import added_parameters
 from fp8_ds.tp.linears import contexts_of

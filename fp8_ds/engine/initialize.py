@@ -61,7 +61,7 @@ def _leave_to_stock(config: dict[str, Any], arguments: Mapping[str, Any]) -> Non
     """
     from deepspeed.utils import logger
 
-    from fp8_ds.engine.host_config import has_optimizer
+    from fp8_ds.config.ds_config import has_optimizer
     from fp8_ds.engine.rank_agreement import is_one_of_many, own_rank, take_side
 
     model = arguments.get("model")
@@ -112,7 +112,7 @@ def _accept(config: dict[str, Any], arguments: Mapping[str, Any]) -> Start | Non
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    from fp8_ds.engine.host_config import has_optimizer
+    from fp8_ds.config.ds_config import has_optimizer
     from fp8_ds.engine.rank_agreement import own_rank, start_of_rank
     from fp8_ds.engine.startup import refuse_start
 
@@ -130,8 +130,8 @@ def _accept(config: dict[str, Any], arguments: Mapping[str, Any]) -> Start | Non
 
 def _refuse_model(fp8: Fp8Config, config: dict[str, Any], model: Any, mpu: Any, device: torch.device) -> None:
     """Raise an Fp8DsError, of this rank alone, if this model cannot be trained with this configuration."""
+    from fp8_ds.config.ds_config import zero_stage
     from fp8_ds.engine.cut_models import refuse_added_parameters, refuse_mpu, refuse_second_cut
-    from fp8_ds.engine.host_config import zero_stage
     from fp8_ds.engine.liger_loss import check_chunks
     from fp8_ds.engine.refusals_model import refuse_model, refuse_wrapped
 

@@ -12,12 +12,12 @@ from deepspeed import comm as ds_comm
 from torch import nn
 
 from fp8_ds.config import ScheduleConfig
+from fp8_ds.config.schedule import Precision, PrecisionSchedule, matching
 from fp8_ds.engine.refusals_model import PARALLEL_SCHEDULE
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.nn.layers import fp8_layers
 from fp8_ds.nn.recipe import Recipe
 from fp8_ds.nn.recipe_bf16 import Bf16Recipe
-from fp8_ds.schedule import Precision, PrecisionSchedule, matching
 
 Request = Literal["bf16", "fp8", "schedule"]
 REQUESTS = ("bf16", "fp8", "schedule")

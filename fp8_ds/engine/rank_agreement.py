@@ -108,7 +108,7 @@ def _parameters(model: nn.Module) -> dict[str, str]:
 
 def _plan(model: nn.Module, fp8: Fp8Config, config: Mapping[str, Any]) -> dict[str, str]:
     """Layer -> whether it becomes FP8. Not by the model alone: hooks, patches and GPUs of a rank decide, too."""
-    from fp8_ds.engine.host_config import linear_in_training
+    from fp8_ds.config.ds_config import linear_in_training
     from fp8_ds.nn.convert import make_plan
     from fp8_ds.tp.autotp import autotp_linears
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from fp8_ds.engine.host_config import (
+from fp8_ds.config.ds_config import (
     FP32_NAMES,
     Config,
     bf16_block,

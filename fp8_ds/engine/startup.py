@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fp8_ds.config import Fp8Config
-from fp8_ds.engine.host_config import FP32_NAMES, Config, block_of, gradient_clipping, zero_stage, zero_value
+from fp8_ds.config.ds_config import FP32_NAMES, Config, block_of, gradient_clipping, zero_stage, zero_value
+from fp8_ds.config.schedule import check_total
 from fp8_ds.engine.refusals import refuse_config, refuse_unread_reports
 from fp8_ds.errors import ConfigError
-from fp8_ds.schedule import check_total
 
 if TYPE_CHECKING:
     import torch

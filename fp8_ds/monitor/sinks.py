@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fp8_ds.json_text import finite_or_none
+from fp8_ds.config.json_text import finite_or_none
 from fp8_ds.monitor.statistics import LayerStatistics
 
 STEP_SKIPPED = "step_skipped"

@@ -226,7 +226,7 @@ def test_torch_equals_the_reference_up_to_accumulation(shape, block_b, out_dtype
 
 @needs_hopper
 def test_torch_refuses_blocks_in_e5m2():
-    """When it does no longer, `grad_dtype` may be "e5m2" (fp8_ds/config.py)."""
+    """When it does no longer, `grad_dtype` may be "e5m2" (fp8_ds/config/__init__.py)."""
     a, b = (quantize_blockwise(torch.randn(256, 256).cuda(), fmt, ROWS, "row") for fmt in (E5M2, E4M3))
     with pytest.raises(ValueError, match="BlockWise"):
         scaled_mm_blockwise(a.x_fp8, b.x_fp8, a.scale_inv, b.scale_inv, torch.bfloat16)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fp8_ds.config import Fp8Config, OptimizerConfig
-from fp8_ds.config_errors import REMOVED
+from fp8_ds.config.explain import REMOVED
 from fp8_ds.errors import ConfigError
 
 

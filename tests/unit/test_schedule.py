@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from fp8_ds.config import ScheduleConfig
+from fp8_ds.config.schedule import PrecisionSchedule, check_total, matching
 from fp8_ds.errors import ConfigError
-from fp8_ds.schedule import PrecisionSchedule, check_total, matching
 
 NAMES = ["layers.1.up", "layers.1.down", "layers.10.up"]
 

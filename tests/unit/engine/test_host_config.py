@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from fp8_ds.cli.app import app
+from fp8_ds.config.ds_config import parsed
 from fp8_ds.engine import initialize as starting
-from fp8_ds.engine.host_config import parsed
 from fp8_ds.errors import ConfigError
 
 CONFIG: dict[str, Any] = {

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fp8_ds.config import LinearConfig
+from fp8_ds.config.ds_config import zero_stage
 from fp8_ds.engine import health
-from fp8_ds.engine.host_config import zero_stage
 from fp8_ds.engine.refusals import REFUSALS, refuse_config, refuse_unread_reports
 from fp8_ds.engine.refusals_device import DEVICE_REFUSALS, refuse_device
 from fp8_ds.engine.refusals_model import MODEL_REFUSALS, refuse_model

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError, PydanticKnownError
 from typing_extensions import Self
 
-from fp8_ds.config_errors import as_json, explain, explain_no_object
-from fp8_ds.engine.host_config import zero_stage
+from fp8_ds.config.ds_config import zero_stage
+from fp8_ds.config.explain import Key, as_json, explain, explain_no_object
 from fp8_ds.errors import ConfigError
 
 
@@ -222,15 +222,6 @@ class AttentionConfig(_Block):
                 f"fp8.attention.hadamard: expected false with backend {as_json(self.backend)}, got true. It is for "
                 'what is rounded to FP8: set "backend": "fa3_fp8", or remove the key.'
             )
-
-
-class Key(NamedTuple):
-    """One key of the block, as docs/config.md shows it."""
-
-    values: str
-    """The allowed values as JSON, separated by ", ", or a phrase ("list of strings")."""
-    default: str
-    """The default as JSON, or "required"."""
 
 
 class Fp8Config(_Block):

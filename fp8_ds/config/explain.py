@@ -10,14 +10,11 @@ import difflib
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from pydantic_core import ErrorDetails
 
-from fp8_ds import json_text
-
-if TYPE_CHECKING:
-    from fp8_ds.config import Key
+from fp8_ds.config import json_text
 
 REMOVED = {
     "fp8.linear.layer_choice": (
@@ -106,6 +103,15 @@ _ARTICLES = {
     "string": "a string",
     "list of strings": "a list of strings",
 }
+
+
+class Key(NamedTuple):
+    """One key of the block, as docs/config.md shows it."""
+
+    values: str
+    """The allowed values as JSON, separated by ", ", or a phrase ("list of strings")."""
+    default: str
+    """The default as JSON, or "required"."""
 
 
 def as_json(value: Any) -> str:
