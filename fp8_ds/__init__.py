@@ -9,9 +9,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from fp8_ds.engine.activation import install, is_installed, uninstall
+from fp8_ds.engine.install import install, is_installed, uninstall
+from fp8_ds.version import VERSION
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _LAZY = {
     "CheckpointError": "fp8_ds.errors",

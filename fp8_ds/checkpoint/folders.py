@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 import deepspeed
 import torch
 
-import fp8_ds
 from fp8_ds.checkpoint.contents import read_structure
 from fp8_ds.config import json_text
 from fp8_ds.errors import CheckpointError, ConfigError, Fp8DsError
+from fp8_ds.version import VERSION
 
 MANIFEST = "fp8_ds_manifest.json"
 INCOMPLETE, REPLACED = ".incomplete", ".replaced"
@@ -130,7 +130,7 @@ def seal_universal(folder: Path, tag: str) -> Manifest:
 
 
 def versions() -> dict[str, str]:
-    return {"fp8_ds": fp8_ds.__version__, "deepspeed": deepspeed.__version__, "torch": torch.__version__}
+    return {"fp8_ds": VERSION, "deepspeed": deepspeed.__version__, "torch": torch.__version__}
 
 
 class Save:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from fp8_ds.engine.activation import RECORD
+from fp8_ds.engine.patch_record import RECORD
 from fp8_ds.errors import SeamError
 
 

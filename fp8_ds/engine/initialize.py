@@ -179,7 +179,7 @@ def _apply_patches() -> None:
     from deepspeed.runtime.zero import stage_1_and_2
 
     from fp8_ds.engine.accelerate_export import patch_accelerate
-    from fp8_ds.engine.activation import RECORD
+    from fp8_ds.engine.patch_record import RECORD
     from fp8_ds.engine.seam_check import check_seams
     from fp8_ds.zero.stage12 import patched_all_gather
 

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import distributed_c10d
 
 from fp8_ds.errors import ConfigError, Fp8DsError
 from fp8_ds.tp.group import check_same, digest, gather_row
+from fp8_ds.version import VERSION
 
 if TYPE_CHECKING:
     from fp8_ds.config import Fp8Config
-    from fp8_ds.optim.core import AdamCore
 
 _LOGS = ("comet", "comms_logger", "csv_monitor", "log_level", "steps_per_print", "tensorboard", "wandb")
 _TIMERS = ("dump_state", "flops_profiler", "memory_breakdown", "timers", "wall_clock_breakdown")
@@ -60,10 +60,9 @@ def start_of_rank(fp8: Fp8Config, config: Mapping[str, Any], model: Any, mpu: An
     """
     import deepspeed
 
-    import fp8_ds
-
     rest = {key: value for key, value in config.items() if key not in OWN_KEYS}
-    shared = {f"version of {package.__name__}": package.__version__ for package in (fp8_ds, torch, deepspeed)}
+    versions = {"fp8_ds": VERSION, "torch": torch.__version__, "deepspeed": deepspeed.__version__}
+    shared = {f"version of {name}": version for name, version in versions.items()}
     shared |= _seams() | _flat({**rest, "fp8": fp8.model_dump()})
     own = _parameters(model) if isinstance(model, nn.Module) else {}
     if own and trains:
@@ -270,64 +269,3 @@ def refuse_other_order(param_groups: Sequence[Mapping[str, Any]], names: Mapping
     order = [f"{names.get(p, 'none of the model')} in group {i}" for i, params in groups for p in params]
     remedy = "Build groups from lists, as named_parameters() gives them: sets have another order in each process."
     check_same("order of model_parameters", order, group, on_all_ranks=True, remedy=remedy)
-
-
-class SameNumbers:
-    """Ranks step with the same learning rate and the like, or none does.
-
-    Each rank chooses the scale of a split master from these. Where they differ, as by a scheduler that follows a loss
-    that is not averaged, ranks would read each other's bytes by different powers of two. So a digest of them travels
-    with a sum that all ranks wait for anyway.
-
-    Args:
-        core: what steps. Nothing is compared where it chooses no scale ahead.
-        group: the ZeRO group.
-    """
-
-    def __init__(self, core: AdamCore, group: Any) -> None:
-        self._core = core
-        self._group = group
-        self._num_ranks = dist.get_world_size(group)
-        self._is_on = core.scales.num > 0 and self._num_ranks > 1
-        # Bool, 0-dim: ranks differed in the step before, and in the one that runs. None: nothing was compared.
-        self._before: Tensor | None = None
-        self._now: Tensor | None = None
-
-    def sum(self, values: Tensor, param_groups: Sequence[dict[str, Any]]) -> Tensor:
-        """Add `values` up over the ranks; all NaN, so that the step is skipped, where ranks would step differently.
-
-        Collective: one all-reduce. Never waits for the device.
-
-        Args:
-            values: float32, 1-D.
-            param_groups: that the step follows. A learning rate that is a tensor is not compared.
-        """
-        if not self._is_on:
-            dist.all_reduce(values, group=self._group)
-            return values
-        sums = torch.cat([values, self._core.digest(param_groups)])
-        dist.all_reduce(sums, group=self._group)
-        values, bits = sums[: values.numel()], sums[values.numel() :]
-        # A bit that all ranks have alike adds up to 0 or to their number. The same on all of them.
-        differ = (bits * (bits - self._num_ranks)).any()
-        self._now = differ if self._now is None else self._now | differ
-        return torch.where(differ, torch.nan, values)
-
-    def end_step(self, param_groups: Sequence[dict[str, Any]], overflow: bool) -> None:
-        """Begin another step. Waits for the device where there was an overflow.
-
-        Args:
-            overflow: this step was skipped, or the one before.
-
-        Raises:
-            ConfigError: ranks differed in one that may be meant, on all of them.
-        """
-        differed = [step for step in (self._before, self._now) if step is not None]
-        self._before, self._now = self._now, None
-        if overflow and any(differed):
-            here = [{key: group[key] for key in ("lr", "betas", "eps", "weight_decay")} for group in param_groups]
-            raise ConfigError(
-                "param_groups: expected the same lr, betas, eps and weight_decay on all ranks in a step, got "
-                f"{here} on rank {dist.get_rank()} and others elsewhere. No weight was changed. Average what a "
-                'scheduler follows over the ranks, or set "fp8": {"optimizer": {"states": "fp32"}}.'
-            )

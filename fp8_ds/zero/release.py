@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8_ds.engine.rank_agreement import SameNumbers
 from fp8_ds.errors import ConfigError
 from fp8_ds.ops.adamw import StepInputs
 from fp8_ds.optim.core import AdamCore, Recent
 from fp8_ds.scaling import AmaxHistory
+from fp8_ds.zero.hyperparameter_check import HyperparameterCheck
 from fp8_ds.zero.norm import clip_factor
 
 NO_GRADIENT = (
@@ -79,7 +79,7 @@ class ReleaseUpdater:
         self._num_parameters = num_parameters
         self._scale_indices = scale_indices
         self._shard_index = {shard.name: index for index, shard in enumerate(core.shards)}
-        self.alike = SameNumbers(core, group)
+        self.alike = HyperparameterCheck(core, group)
         self._inputs: StepInputs | None = None
         self._expected: set[str] = set()
         self._square_sum = torch.zeros((), dtype=torch.float32, device=device)

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8_ds.engine.rank_agreement import SameNumbers
 from fp8_ds.ops.squares import SumOfSquares
 from fp8_ds.optim.adamw import Fp8AdamW
 from fp8_ds.optim.masters import BY_NAME, MasterFormat
 from fp8_ds.optim.states import Flat, absorb_flat, dense_flat
 from fp8_ds.scaling.predicted import PredictedScales
 from fp8_ds.zero.context import Fp8Context
+from fp8_ds.zero.hyperparameter_check import HyperparameterCheck
 from fp8_ds.zero.norm import OverflowFlag
 from fp8_ds.zero.offload import offload_adam, reload_adam
 from fp8_ds.zero.split import SplitQuantizer, reduced_amaxes, virtual_flat
@@ -49,8 +49,8 @@ class Fp8States:
         return SplitQuantizer(scales, self._fp8_format)
 
     @functools.cached_property
-    def _fp8_alike(self: Any) -> SameNumbers:
-        return SameNumbers(self.optimizer.core, self.dp_process_group)
+    def _fp8_alike(self: Any) -> HyperparameterCheck:
+        return HyperparameterCheck(self.optimizer.core, self.dp_process_group)
 
     def _fp8_update(self: Any, grads: list[Tensor], grad_scale: Tensor, skip: Tensor) -> None:
         core = self.optimizer.core

@@ -11,13 +11,13 @@ import torch
 from support.waits import host_waits
 from torch import Tensor
 
-from fp8_ds.engine.activation import RECORD
 from fp8_ds.engine.liger_loss import (
     calls_with_chunk_mem_const,
     keep_out_of_graphs,
     set_chunk_mem_const,
     wait_for_nothing_in_backward,
 )
+from fp8_ds.engine.patch_record import RECORD
 from fp8_ds.ops.multiply import multiply_, reference
 from fp8_ds.testing import assert_bitwise, sqnr_db
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, cast
 import pytest
 from torch import nn
 
-from fp8_ds.engine import accelerate_export, activation
+from fp8_ds.engine import accelerate_export, patch_record
 from fp8_ds.engine.accelerate_export import patch_accelerate
 from fp8_ds.errors import SeamError, UnsupportedError
 from fp8_ds.tp import ColumnParallelLinear
@@ -27,7 +27,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
     stub: Any = ModuleType("accelerate.accelerator")
     stub.Accelerator = type("Accelerator", (), dict(vars(Accelerator)))
     monkeypatch.setitem(sys.modules, "accelerate.accelerator", stub)
-    monkeypatch.setattr(accelerate_export, "RECORD", activation._PatchRecord())
+    monkeypatch.setattr(accelerate_export, "RECORD", patch_record.PatchRecord())
     return stub
 
 

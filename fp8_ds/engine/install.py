@@ -15,27 +15,9 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from fp8_ds.engine.patch_record import RECORD
+
 _HOST = "deepspeed"
-
-
-class _PatchRecord:
-    """What is patched now, to be undone: (object, attribute, stock value), newest last."""
-
-    def __init__(self) -> None:
-        self.patches: list[tuple[Any, str, Any]] = []
-        self.finder: _DeepSpeedFinder | None = None
-
-    def set(self, target: Any, name: str, value: Any) -> None:
-        self.patches.append((target, name, getattr(target, name)))
-        setattr(target, name, value)
-
-    def undo(self) -> None:
-        while self.patches:
-            target, name, stock = self.patches.pop()
-            setattr(target, name, stock)
-
-
-RECORD = _PatchRecord()
 
 
 class _DeepSpeedFinder(importlib.abc.MetaPathFinder):

@@ -1,0 +1,32 @@
+"""Everything that is patched in other libraries now, to be undone by `fp8_ds.uninstall()`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class PatchRecord:
+    """What is patched now.
+
+    Attributes:
+        patches: (object, attribute, stock value), newest last.
+        finder: the import hook that waits for deepspeed; None without.
+    """
+
+    def __init__(self) -> None:
+        self.patches: list[tuple[Any, str, Any]] = []
+        self.finder: Any = None
+
+    def set(self, target: Any, name: str, value: Any) -> None:
+        """Replace an attribute of `target`, and keep the stock one."""
+        self.patches.append((target, name, getattr(target, name)))
+        setattr(target, name, value)
+
+    def undo(self) -> None:
+        """Put every stock value back."""
+        while self.patches:
+            target, name, stock = self.patches.pop()
+            setattr(target, name, stock)
+
+
+RECORD = PatchRecord()
