@@ -70,6 +70,7 @@ lint: $(LINT_READY)
 	$(PY) -m ruff check $(LINTED)
 	$(PY) -m ruff format --check $(LINTED)
 	$(PY) -m mypy
+	$(VENV)/bin/lint-imports --no-cache
 
 # A broken link or anchor is an error (mkdocs.yml, docs/hooks.py). The pages are in .out/site afterwards.
 docs: $(DOCS_READY)

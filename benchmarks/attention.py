@@ -34,7 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from fp8_ds.attention import attention, describe_backend, heads, require_backend
-from fp8_ds.device import uses_cuda
+from fp8_ds.host import uses_cuda
 
 HIDDEN, TOKENS = 2048, 16384
 LENGTHS = (2048, 4096, 8192, 16384, 32768)

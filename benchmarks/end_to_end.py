@@ -49,8 +49,7 @@ from processes import error_of, run_logged
 from results_io import ROOT, command_line, dated_stem, device_name, without_folders
 from training_text import prepare
 
-from fp8_ds.device import num_gpus, uses_cuda
-from fp8_ds.launcher import free_port, which_gpus
+from fp8_ds.host import free_port, num_gpus, uses_cuda, which_gpus
 
 HERE = Path(__file__).resolve().parent
 PACKAGES = ("torch", "deepspeed", "transformers", "torchao", "liger-kernel", "triton", "fp8-ds")

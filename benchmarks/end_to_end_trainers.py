@@ -110,7 +110,7 @@ def factory(m: Model, cross_entropy: str, attention: str, chunk_mem_const: int =
     if attention == "fa3":
         from fp8_ds.attention import require_backend
         from fp8_ds.attention.huggingface import use_backend
-        from fp8_ds.device import uses_cuda
+        from fp8_ds.host import uses_cuda
 
         require_backend("fa3", torch.device("cuda" if uses_cuda() else "cpu"))
         made = transformers_model(m, cross_entropy, "causal", chunk_mem_const)

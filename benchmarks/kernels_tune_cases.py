@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8_ds.formats import E4M3, E5M2
+from fp8_ds.numerics.formats import E4M3, E5M2
+from fp8_ds.numerics.masters import E4M11
 from fp8_ds.ops.blockwise import quantize_blockwise, transpose_blockwise
 from fp8_ds.ops.decode_master import decode_master
 from fp8_ds.ops.groupwise import dequantize_groupwise, quantize_groupwise
@@ -35,8 +36,7 @@ from fp8_ds.ops.swiglu import (
     swiglu_columns,
 )
 from fp8_ds.ops.transpose import transpose
-from fp8_ds.optim.masters import E4M11
-from fp8_ds.scaling import AmaxHistory
+from fp8_ds.scaling.delayed import AmaxHistory
 from fp8_ds.scaling.granularity import ROW, TILE, Granularity
 
 NARROW, WIDE, WEIGHT, KV = (8192, 4096), (8192, 14336), (14336, 4096), (8192, 1024)

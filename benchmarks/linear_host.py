@@ -24,11 +24,11 @@ from results_io import command_line, dated_stem, device_name, heading
 from torch import Tensor, nn
 
 from fp8_ds.config import LinearConfig
-from fp8_ds.device import uses_cuda
+from fp8_ds.host import uses_cuda
 from fp8_ds.nn import apply_plan, make_plan
+from fp8_ds.nn.parameter import Fp8Parameter
+from fp8_ds.nn.payload import Fp8Payload
 from fp8_ds.scaling.granularity import OF_RECIPE
-from fp8_ds.zero.parameter import Fp8Parameter
-from fp8_ds.zero.payload import Fp8Payload
 
 NUM_WARM, NUM_CALLS = 20, 1000
 STAND_INS = ("quantize_tensorwise_planes", "record_amax")

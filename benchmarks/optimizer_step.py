@@ -161,7 +161,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     arm = ARMS[name]
     if importlib.util.find_spec(arm.package) is None:
         return {"arm": name, "error": f"MISSING: package {arm.package} is not installed"}
-    from fp8_ds.device import uses_cuda
+    from fp8_ds.host import uses_cuda
 
     on_cuda = uses_cuda()
     device = "cuda" if on_cuda else "cpu"

@@ -102,7 +102,7 @@ def run_on_ranks(work: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
         mp.ProcessExitedException: a rank's process ended before `work` did.
     """
     sys.path.insert(0, str(ROOT))  # the new processes have it, too
-    from fp8_ds.launcher import free_port
+    from fp8_ds.host import free_port
 
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
@@ -113,7 +113,7 @@ def run_on_ranks(work: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
 def _run_rank(
     rank: int, num_ranks: int, port: int, result: Path, work: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    from fp8_ds.device import uses_cuda
+    from fp8_ds.host import uses_cuda
 
     on_cuda = uses_cuda()
     device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")

@@ -31,7 +31,7 @@ def dated_stem(out: Path, name: str) -> Path:
 
 
 def device_name() -> str:
-    from fp8_ds.device import uses_cuda  # importing fp8_ds installs it: not in stock's arms
+    from fp8_ds.host import uses_cuda  # importing fp8_ds installs it: not in stock's arms
 
     return torch.cuda.get_device_name() if uses_cuda() else "cpu"
 

@@ -21,11 +21,12 @@ _LAZY = {
     "Fp8Config": "fp8_ds.config",
     "Fp8DsError": "fp8_ds.errors",
     "Fp8Linear": "fp8_ds.nn.linear",
-    "Fp8Parameter": "fp8_ds.zero.parameter",
+    "Fp8Parameter": "fp8_ds.nn.parameter",
     "SeamError": "fp8_ds.errors",
     "UnsupportedError": "fp8_ds.errors",
 }
-_MODULES = ("attention", "errors", "estimate", "monitor", "tp")
+_MODULES = {name: f"fp8_ds.{name}" for name in ("attention", "errors", "monitor", "tp")}
+_MODULES["estimate"] = "fp8_ds.tools.estimate"
 """Of docs/api, imported when they are first named: `import fp8_ds` is enough for `fp8_ds.tp.parallelize`."""
 
 __all__ = [
@@ -48,7 +49,7 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     if name in _MODULES:
-        return import_module(f"{__name__}.{name}")
+        return import_module(_MODULES[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8_ds.formats import E4M3, E5M2, Float8Format
 from fp8_ds.monitor.statistics import KINDS, StatisticsTable
+from fp8_ds.numerics.formats import E4M3, E5M2, Float8Format
 from fp8_ds.ops.blockwise import BLOCK, quantize_blockwise
 from fp8_ds.ops.observe import observe_codes, observe_hp
 from fp8_ds.ops.quantize import quantize, quantize_tensorwise

@@ -13,9 +13,9 @@ import torch
 from megatron.core import fp8_utils
 from torch import Tensor
 
+from fp8_ds.numerics.masters import MasterFormat
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.first import write_first, write_first_codes
-from fp8_ds.optim.masters import MasterFormat
 from fp8_ds.optim.states import write_dense
 from fp8_ds.scaling.predicted import PredictedScales
 from fp8_ds.zero.split import SplitQuantizer, reduced_amaxes

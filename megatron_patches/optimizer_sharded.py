@@ -11,8 +11,8 @@ from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from fp8_ds.numerics.masters import BY_NAME
 from fp8_ds.ops.adamw import AdamShard
-from fp8_ds.optim.masters import BY_NAME
 from fp8_ds.optim.states import MOMENTS
 from fp8_ds.zero.split import virtual_flat
 from megatron_patches.optimizer_adam import SCALES, MegatronFp8AdamW

@@ -2,7 +2,7 @@
 
 from deepspeed.comm.torch import build_shm_op
 
-from fp8_ds.diagnosis import abandoned, build_root
+from fp8_ds.tools.doctor.diagnosis import abandoned, build_root
 
 if __name__ == "__main__":
     for lock in abandoned(build_root()):

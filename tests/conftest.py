@@ -16,8 +16,8 @@ import pytest
 import torch
 from support import HANG
 
-from fp8_ds.diagnosis import abandoned, build_root
-from fp8_ds.launcher import free_port
+from fp8_ds.host import free_port
+from fp8_ds.tools.doctor.diagnosis import abandoned, build_root
 
 # Before any test imports deepspeed, whose choice of accelerator is final.
 if os.environ.get("FP8_DS_TEST_DEVICE") != "cuda":

@@ -25,9 +25,8 @@ from model import SIZES
 from rich.console import Console
 from rich.table import Table
 
-from fp8_ds.device import num_gpus, uses_cuda
-from fp8_ds.diagnosis import abandoned, build_root
-from fp8_ds.launcher import free_port, which_gpus
+from fp8_ds.host import free_port, num_gpus, uses_cuda, which_gpus
+from fp8_ds.tools.doctor.diagnosis import abandoned, build_root
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parents[1] / "configs"

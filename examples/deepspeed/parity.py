@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from train import mean_over_ranks
 
 import fp8_ds  # noqa: F401  (installs)
-from fp8_ds.launcher import free_port
+from fp8_ds.host import free_port
 
 ROOT = Path(__file__).parents[2]
 HELD_OUT_ONE_IN = 20

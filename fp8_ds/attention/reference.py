@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8_ds.attention.shapes import Geometry
-from fp8_ds.formats import E4M3
+from fp8_ds.numerics.formats import E4M3
 
 P_SCALE = 256.0
 """What FlashAttention-3 multiplies probabilities by before they become E4M3, to use more of its range. Source:

@@ -12,13 +12,13 @@ from typing import Annotated
 
 import typer
 
-from fp8_ds.cli import autoload
 from fp8_ds.cli.common import EXIT_NO, Commands, JsonOption, argument, failures, show
 from fp8_ds.cli.compare import compare
 from fp8_ds.cli.convert import convert
 from fp8_ds.cli.doctor import doctor
 from fp8_ds.cli.estimate import estimate
 from fp8_ds.cli.plan import plan
+from fp8_ds.tools import autoload
 
 app = typer.Typer(
     name="fp8-ds", cls=Commands, help="FP8 training for DeepSpeed.", no_args_is_help=True, add_completion=False
@@ -55,7 +55,7 @@ def root(
 
 def _show_versions(as_json: bool) -> None:
     from fp8_ds import __version__
-    from fp8_ds.diagnosis import installed
+    from fp8_ds.tools.doctor.diagnosis import installed
 
     found = {"fp8_ds": __version__, "torch": installed("torch"), "deepspeed": installed("deepspeed")}
     if as_json:

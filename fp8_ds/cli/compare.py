@@ -28,7 +28,7 @@ def compare(
 
     Exit codes: 0 parity of all, 1 worse or undecided, 2 wrong usage, 3 file error, 4 a defect.
     """
-    from fp8_ds import comparison
+    from fp8_ds.tools.compare import comparison
 
     with failures(as_json):
         with argument("RUNS"):

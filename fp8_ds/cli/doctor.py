@@ -11,7 +11,7 @@ import typer
 from fp8_ds.cli.common import EXIT_NO, JsonOption, argument, console, failures, read_config, show
 
 if TYPE_CHECKING:
-    from fp8_ds.diagnosis import Check
+    from fp8_ds.tools.doctor.diagnosis import Check
 
 _MARKS = {"ok": "ok", "warning": "look", "missing": "MISSING", "optional": "-"}
 _WORDS = {
@@ -39,9 +39,9 @@ def doctor(
     Exit codes: 0 all that FP8 training needs is here (--config: FP8 would be on), 1 it is not, 2 wrong usage,
     3 file error, 4 a defect.
     """
-    from fp8_ds import diagnosis
     from fp8_ds.errors import ConfigError
-    from fp8_ds.judgement import judge
+    from fp8_ds.tools.doctor import diagnosis
+    from fp8_ds.tools.doctor.check_config import judge
 
     with failures(as_json):
         for option, value in (("--script", script), ("--world", world)):

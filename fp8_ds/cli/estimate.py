@@ -24,7 +24,7 @@ from fp8_ds.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from fp8_ds.footprint import Footprint, Run
+    from fp8_ds.tools.estimate.footprint import Footprint, Run
 
 
 def estimate(
@@ -55,8 +55,8 @@ def estimate(
     4 an error in its forward, or a defect.
     """
     with failures(as_json):
-        from fp8_ds import footprint
-        from fp8_ds.model_spec import read_spec, sequence_length
+        from fp8_ds.tools.estimate import footprint
+        from fp8_ds.tools.estimate.model_spec import read_spec, sequence_length
 
         given = read_parsed_config(config)
         with argument("MODEL"):
@@ -90,7 +90,7 @@ def estimate(
 
 
 def _numbers(found: Footprint) -> dict[str, Any]:
-    from fp8_ds.footprint import PARTS
+    from fp8_ds.tools.estimate.footprint import PARTS
 
     return {
         "bytes": {name: getattr(found, name) for name in PARTS},
@@ -103,7 +103,7 @@ def _numbers(found: Footprint) -> dict[str, Any]:
 def _print(model: str, found: Footprint, run: Run, memory: float | None) -> None:
     from rich.table import Column, Table
 
-    from fp8_ds.footprint import PARTS, PEAKS
+    from fp8_ds.tools.estimate.footprint import PARTS, PEAKS
 
     optimizer, num_ranks = run.setup.optimizer, run.setup.num_ranks
     states = f"{optimizer.states} states, {optimizer.master_format} masters" if run.fp8 else "stock bf16"

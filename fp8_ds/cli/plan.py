@@ -68,11 +68,11 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int | None, setti
     from fp8_ds.config.ds_config import block_of, number, zero_stage
     from fp8_ds.engine.startup import refuse_settings, total_steps
     from fp8_ds.errors import ConfigError, UnsupportedError
-    from fp8_ds.model_spec import read_spec, sequence_length
     from fp8_ds.nn.convert import make_plan
     from fp8_ds.nn.expert_products import MAX_IN_A_LOOP
     from fp8_ds.nn.flops import attention_flops, products, share_of_attention, share_of_linears
     from fp8_ds.nn.layers import fp8_pays
+    from fp8_ds.tools.estimate.model_spec import read_spec, sequence_length
 
     fp8 = Fp8Config.from_block(config.get("fp8", {"enabled": False}))
     if not fp8.enabled:

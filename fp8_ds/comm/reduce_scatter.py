@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fp8_ds.comm.gather import equal_parts
 from fp8_ds.comm.logged import all_to_all
-from fp8_ds.formats import E4M3
+from fp8_ds.numerics.formats import E4M3
 
 GROUP = 128
 """Elements that share one scale."""

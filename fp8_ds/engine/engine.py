@@ -20,9 +20,9 @@ from fp8_ds.engine.precision import Request
 from fp8_ds.engine.rank_agreement import refuse_other_order
 from fp8_ds.errors import ConfigError
 from fp8_ds.monitor.health import HealthMonitor, Listener
+from fp8_ds.nn.parameter import keep_values_in_hooks
 from fp8_ds.zero.module_hooks import leave_out_of_graphs
 from fp8_ds.zero.owners import share_readers
-from fp8_ds.zero.parameter import keep_values_in_hooks
 from fp8_ds.zero.stage12 import Fp8ZeroStage12
 
 RECOMPILE_LIMIT = 32

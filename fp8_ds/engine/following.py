@@ -15,7 +15,7 @@ from fp8_ds.engine.precision import LayerPrecision, Request
 from fp8_ds.engine.startup import total_steps
 from fp8_ds.monitor.sinks import Change
 from fp8_ds.nn.convert import INPUT_SLOTS
-from fp8_ds.scaling import AmaxHistory
+from fp8_ds.scaling.delayed import AmaxHistory
 from fp8_ds.scaling.scale_check import ScaleCheck
 
 _NUM_SKIPPED = 3

@@ -14,7 +14,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from fp8_ds.host_copy import HostCopy
+from fp8_ds.comm.host_copy import HostCopy
 from fp8_ds.monitor.sinks import STEP_SKIPPED
 
 

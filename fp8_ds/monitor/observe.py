@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8_ds.formats import E4M3, Float8Format
 from fp8_ds.monitor.statistics import KINDS, StatisticsTable
 from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.recipe import Fp8Weight, Recipe
+from fp8_ds.numerics.formats import E4M3, Float8Format
 from fp8_ds.ops.observe import observe_codes, observe_hp
 
 

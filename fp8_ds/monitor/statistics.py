@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8_ds.host_copy import HostCopy
+from fp8_ds.comm.host_copy import HostCopy
 from fp8_ds.ops._register import in_own_storage
 from fp8_ds.ops.observe import MAXIMA, new_counts
 

@@ -15,7 +15,6 @@ from torch import nn
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
-from fp8_ds.formats import BY_NAME, E4M3
 from fp8_ds.nn import experts
 from fp8_ds.nn.dataflow import linears_that_read
 from fp8_ds.nn.expert_products import why_too_many
@@ -26,6 +25,7 @@ from fp8_ds.nn.recipe import DelayedRecipe, Recipe, TensorwiseRecipe
 from fp8_ds.nn.recipe_fine import BlockwiseRecipe, RowwiseGradWeightHpRecipe, RowwiseRecipe
 from fp8_ds.nn.shared import SharedInput
 from fp8_ds.nn.stacks import NameFilter, at_ends
+from fp8_ds.numerics.formats import BY_NAME, E4M3
 from fp8_ds.scaling.delayed import AmaxHistory
 
 _RECIPES: dict[str, type[Recipe]] = {

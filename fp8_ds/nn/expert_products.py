@@ -19,8 +19,8 @@ from fp8_ds.nn.groups import Groups
 from fp8_ds.nn.linear import checked_weights
 from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.recipe import Fp8Weight, Recipe
-from fp8_ds.once_differentiable import once_differentiable
 from fp8_ds.ops import grouped
+from fp8_ds.ops.once_differentiable import once_differentiable
 from fp8_ds.ops.transpose import transpose
 
 MAX_IN_A_LOOP = 16
@@ -53,7 +53,7 @@ def can_be_one_launch(features: Iterable[int], device: torch.device | None) -> b
 def has_one_launch(like: Tensor, features: Iterable[int], recipes: Iterable[Recipe]) -> bool:
     """Whether the experts of a layer are computed all at once, and their rows are packed.
 
-    `like`: on the device of the layer; one without numbers (fp8_ds.rehearsal) stands for one on a GPU.
+    `like`: on the device of the layer; one without numbers (fp8_ds.tools.estimate.rehearsal) stands for one on a GPU.
     """
     device = None if isinstance(like, FakeTensor) else like.device
     return any(map(_has_kernel, recipes)) and can_be_one_launch(features, device)

@@ -14,13 +14,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fp8_ds.formats import E4M3
 from fp8_ds.nn.linear import Fp8Linear
 from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.recipe import Recipe
+from fp8_ds.numerics.formats import E4M3
+from fp8_ds.numerics.scale import AmaxSlot
 from fp8_ds.ops._producer import Fp8Output, Scaling
 from fp8_ds.ops.groupwise import dequantize_groupwise, quantize_groupwise
-from fp8_ds.scaling.delayed import AmaxSlot
 
 Nonlinear = Literal["bf16", "fp8"]
 

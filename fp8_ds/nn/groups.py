@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fp8_ds.once_differentiable import once_differentiable
 from fp8_ds.ops.gemm.scaled_mm import ALIGNMENT
+from fp8_ds.ops.once_differentiable import once_differentiable
 from fp8_ds.ops.weighted_sum import weighted_sum, weighted_sum_backward
 
 
@@ -136,7 +136,7 @@ def _as_words(x: Tensor) -> Tensor:
 
 
 def _on_host(ends: Tensor, num_tokens: int) -> list[int]:
-    """The numbers of `ends`; tensors without numbers (fp8_ds.rehearsal) stand for experts with equally many tokens."""
+    """The numbers of `ends`; tensors without numbers (of an estimate) stand for experts with equally many tokens."""
     if not isinstance(ends, FakeTensor):
         return list(ends.tolist())
     num_experts = len(ends) - 1

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from fp8_ds.numerics.scale import AmaxSlot
 from fp8_ds.ops.transpose import transpose
-from fp8_ds.scaling.delayed import AmaxSlot
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,10 @@ from torch import Tensor
 
 from fp8_ds.config import Gemm, LinearConfig
 from fp8_ds.errors import UnsupportedError
-from fp8_ds.formats import BY_NAME, E4M3, Float8Format
 from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.shared import SharedInput
+from fp8_ds.numerics.formats import BY_NAME, E4M3, Float8Format
+from fp8_ds.numerics.scale import AmaxSlot
 from fp8_ds.ops._producer import Scaling
 from fp8_ds.ops.gemm import GemmBackend, scaled_mm
 from fp8_ds.ops.quantize import (
@@ -38,11 +39,11 @@ from fp8_ds.ops.quantize import (
     record_amax,
 )
 from fp8_ds.ops.transpose import transpose
-from fp8_ds.scaling.delayed import AmaxHistory, AmaxSlot
+from fp8_ds.scaling.delayed import AmaxHistory
 from fp8_ds.scaling.granularity import OF_RECIPE, TENSOR, CopiedScales
 
 if TYPE_CHECKING:
-    from fp8_ds.zero.payload import Fp8Payload
+    from fp8_ds.nn.payload import Fp8Payload
 
 
 _GRAD_FORMATS = {name: replace(fmt) for name, fmt in BY_NAME.items()}

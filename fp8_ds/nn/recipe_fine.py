@@ -18,9 +18,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fp8_ds.formats import E4M3
 from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.recipe import Fp8Weight, Kept, Recipe, as_matrix
+from fp8_ds.numerics.formats import E4M3
 from fp8_ds.ops._producer import Scaling
 from fp8_ds.ops.blockwise import BLOCK, Planes, num_blocks, quantize_blockwise, transpose_blockwise
 from fp8_ds.ops.gemm.blockwise import scaled_mm_blockwise

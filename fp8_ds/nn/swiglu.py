@@ -26,8 +26,9 @@ from fp8_ds.nn.fused import FORMAT, Nonlinear, as_rows, keep, recover
 from fp8_ds.nn.linear import Fp8Linear, bias_grad, check_input, checked_weights, linear_grads, linear_output
 from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.recipe import Kept, Recipe, as_matrix
-from fp8_ds.once_differentiable import once_differentiable
+from fp8_ds.numerics.scale import AmaxSlot
 from fp8_ds.ops._producer import Scaling
+from fp8_ds.ops.once_differentiable import once_differentiable
 from fp8_ds.ops.swiglu import (
     Fp8Output,
     swiglu,
@@ -37,7 +38,6 @@ from fp8_ds.ops.swiglu import (
     swiglu_backward_to_fp8,
     swiglu_columns,
 )
-from fp8_ds.scaling.delayed import AmaxSlot
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

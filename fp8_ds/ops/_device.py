@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fp8_ds.scaling.current import MAX_SCALE
+from fp8_ds.numerics.scale import MAX_SCALE
 
 _ENCODE = """{
 .reg .b16 low, high;
@@ -39,7 +39,7 @@ def magnitude(x):
 
 @triton.jit
 def scale_from_amax(bits, FP8_MAX: tl.constexpr):
-    """`scaling.current.scale_from_amax` of the float with these bits: (scale, scale_inv)."""
+    """`numerics.scale.scale_from_amax` of the float with these bits: (scale, scale_inv)."""
     has_scale = (bits > 0) & (bits < INFINITY)
     amax = tl.where(has_scale, bits, 0x3F800000).to(tl.float32, bitcast=True)
     quotient = tl.minimum(tl.div_rn(tl.zeros_like(amax) + FP8_MAX, amax), _MAX_SCALE)
@@ -50,7 +50,7 @@ def scale_from_amax(bits, FP8_MAX: tl.constexpr):
 
 @triton.jit
 def row_scale_from_amax(bits, FP8_MAX: tl.constexpr):
-    """`scaling.current.row_scale_from_amax` of the float with these bits: (scale, scale_inv)."""
+    """`numerics.scale.row_scale_from_amax` of the float with these bits: (scale, scale_inv)."""
     scale, scale_inv = scale_from_amax(bits, FP8_MAX)
     return tl.where(bits == 0, _MAX_SCALE, scale), tl.where(bits == 0, _MIN_SCALE_INV, scale_inv)
 

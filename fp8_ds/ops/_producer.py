@@ -7,9 +7,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from fp8_ds.numerics.scale import AmaxSlot, row_scale_from_amax
 from fp8_ds.ops.quantize import reference as quantize_reference
-from fp8_ds.scaling.current import row_scale_from_amax
-from fp8_ds.scaling.delayed import AmaxSlot
 
 Scaling = AmaxSlot | Literal["rowwise", "tensorwise"]
 """An AmaxSlot: delayed scaling by what the slot holds, its amax_local takes the maximum. "rowwise": each row by its own

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8_ds.formats import BY_NAME
+from fp8_ds.numerics.formats import BY_NAME
 from fp8_ds.ops._register import register
 from fp8_ds.ops.blockwise import BLOCK
 

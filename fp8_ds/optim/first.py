@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fp8_ds.numerics.masters import MasterFormat, decode, encode
+from fp8_ds.numerics.rounding import noise
 from fp8_ds.ops.adamw import AdamShard
-from fp8_ds.optim.masters import MasterFormat, decode, encode
-from fp8_ds.optim.rounding import noise
 from fp8_ds.optim.states import CHUNK, chunks
 from fp8_ds.scaling.predicted import PredictedScales
 

@@ -19,7 +19,7 @@ BOUND_SUM = "bound_sum"
 """Entry of a state whose betas have moved, float64: what bounds its update (scaling/predicted.py)."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NUM_STEPS = 2**31
-"""Rounding noise has counts below this (optim/rounding.py)."""
+"""Rounding noise has counts below this (numerics/rounding.py)."""
 _NUMBERS = ("step", "scale_inv", BOUND_SUM)
 _REMEDY = "Load what was saved for the same parameters, in the same order."
 

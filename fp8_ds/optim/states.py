@@ -8,10 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8_ds.ops.adamw import AdamShard
-from fp8_ds.ops.decode_master import decode_master
-from fp8_ds.optim.masters import encode
-from fp8_ds.optim.moments import (
+from fp8_ds.numerics.masters import encode
+from fp8_ds.numerics.moments import (
     GROUP,
     dequantize_m,
     dequantize_root,
@@ -20,6 +18,8 @@ from fp8_ds.optim.moments import (
     quantize_root,
     to_groups,
 )
+from fp8_ds.ops.adamw import AdamShard
+from fp8_ds.ops.decode_master import decode_master
 
 CHUNK = 1 << 24
 """Elements converted at a time, a multiple of 128: bounds the float32 temporaries to 64 MiB each."""

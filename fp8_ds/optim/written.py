@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8_ds.formats import E4M3
+from fp8_ds.numerics.formats import E4M3
+from fp8_ds.numerics.masters import MasterFormat, encode
 from fp8_ds.ops.adamw import AdamShard
-from fp8_ds.optim.masters import MasterFormat, encode
 from fp8_ds.optim.states import CHUNK, chunks
 from fp8_ds.scaling.predicted import PredictedScales
 

@@ -3,36 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8_ds.errors import ConfigError
+from fp8_ds.numerics.scale import MAX_SCALE, AmaxSlot, scale_vector
 from fp8_ds.ops._register import in_own_storage
-from fp8_ds.scaling.current import MAX_SCALE, scale_vector
 from fp8_ds.scaling.scale_check import ScaleCheck
 
 _STATE = ("amax_history", "scale", "scale_inv", "amax_local")
-
-
-@dataclass(frozen=True)
-class AmaxSlot:
-    """One tensor's entries of an AmaxHistory: 0-dim float32 tensors in its memory, each the whole of its own storage.
-
-    With a shared version counter, one linear recording its amax would invalidate what another has kept for backward.
-    With a shared storage, torch.compile takes two amaxes that one op writes for overlapping tensors (`in_own_storage`).
-    From `origin`, the history and the index in it, copies and pickles take their views: plain pickle cuts them off.
-    """
-
-    amax_local: Tensor
-    scale: Tensor
-    scale_inv: Tensor
-    origin: tuple[AmaxHistory, int] | None = field(default=None, kw_only=True, repr=False, compare=False)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return super().__reduce_ex__(protocol) if self.origin is None else (AmaxHistory.slot, self.origin)
 
 
 class AmaxHistory:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8_ds.formats import E4M3
+from fp8_ds.numerics.formats import E4M3
+from fp8_ds.numerics.scale import row_scale_from_amax, scale_from_amax
 from fp8_ds.ops.blockwise import BLOCK, shard_block_amax
 from fp8_ds.ops.blockwise.reference import scale_from_amax as pow2_scale_from_amax
 from fp8_ds.ops.quantize import quantize
-from fp8_ds.scaling.current import row_scale_from_amax, scale_from_amax
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8_ds.formats import E4M3
-from fp8_ds.scaling.current import scale_vector
-from fp8_ds.scaling.pow2 import MANTISSA_BITS, exponent_rule
+from fp8_ds.numerics.formats import E4M3
+from fp8_ds.numerics.pow2 import MANTISSA_BITS, exponent_rule
+from fp8_ds.numerics.scale import scale_vector
 
 _MAX_EXPONENT = 100
 _CARRY, _SHIFT = exponent_rule(E4M3.max)

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8_ds.formats import E4M3, Float8Format
-from fp8_ds.once_differentiable import once_differentiable
+from fp8_ds.numerics.formats import E4M3, Float8Format
+from fp8_ds.ops.once_differentiable import once_differentiable
 from fp8_ds.tp.rules import quantize_rows_pow2
 
 _HEADS = 2

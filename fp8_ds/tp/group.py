@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fp8_ds.comm.host_copy import HostCopy
 from fp8_ds.errors import ConfigError
-from fp8_ds.host_copy import HostCopy
 
 SAME_BATCHES = (
     "Give all ranks of a tensor-parallel group the same batches, and the same seed where a model has dropout before "

@@ -13,7 +13,7 @@ from deepspeed.sequence import layer as ds_sequence
 from torch import Tensor, nn
 
 from fp8_ds.errors import ConfigError
-from fp8_ds.formats import BY_NAME, Float8Format
+from fp8_ds.numerics.formats import BY_NAME, Float8Format
 from fp8_ds.tp.exchange import exchange_heads, exchange_tokens
 
 GradFormat = Literal["bf16", "e4m3", "e5m2"]

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from fp8_ds.comm import gather_runs
+from fp8_ds.nn.payload import Fp8Payload
 from fp8_ds.optim.written import CHANCE
-from fp8_ds.zero.payload import Fp8Payload
 from fp8_ds.zero.sharded import same_bits
 
 

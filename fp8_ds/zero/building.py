@@ -14,7 +14,7 @@ import deepspeed.runtime.engine as engine_module
 import deepspeed.runtime.zero.stage3 as stage3_module
 from deepspeed.accelerator import get_accelerator
 
-from fp8_ds.zero.layout import OUTSTANDING_UPDATE_BYTES
+from fp8_ds.comm.layout import OUTSTANDING_UPDATE_BYTES
 from fp8_ds.zero.split import virtual_flat
 
 

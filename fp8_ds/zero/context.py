@@ -10,7 +10,7 @@ from torch import nn
 from fp8_ds.comm import ByteCounter
 from fp8_ds.config import Fp8Config
 from fp8_ds.nn.convert import Plan
-from fp8_ds.scaling import AmaxHistory
+from fp8_ds.scaling.delayed import AmaxHistory
 from fp8_ds.scaling.granularity import OF_RECIPE, TENSOR, Granularity
 from fp8_ds.zero.release import ReleaseUpdater
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8_ds.comm import gather_runs
-from fp8_ds.formats import E4M3
-from fp8_ds.zero.layout import CompactLayout, compact_layout
+from fp8_ds.comm.layout import CompactLayout, compact_layout
+from fp8_ds.numerics.formats import E4M3
 
 FP8_ALIGNMENT = 16
 HP_ALIGNMENT = 8

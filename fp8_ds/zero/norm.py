@@ -9,7 +9,7 @@ import torch.distributed as dist
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor
 
-from fp8_ds.host_copy import HostCopy
+from fp8_ds.comm.host_copy import HostCopy
 
 
 def global_norm(optimizer: Any, grads: list[Tensor], params: list[Any]) -> Tensor:

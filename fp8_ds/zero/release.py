@@ -23,7 +23,7 @@ from torch import Tensor
 from fp8_ds.errors import ConfigError
 from fp8_ds.ops.adamw import StepInputs
 from fp8_ds.optim.core import AdamCore, Recent
-from fp8_ds.scaling import AmaxHistory
+from fp8_ds.scaling.delayed import AmaxHistory
 from fp8_ds.zero.hyperparameter_check import HyperparameterCheck
 from fp8_ds.zero.norm import clip_factor
 

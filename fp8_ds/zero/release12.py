@@ -9,9 +9,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, OPTIMIZER_TIMERS
 from torch import Tensor
 
+from fp8_ds.comm.layout import OUTSTANDING_UPDATE_BYTES
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.zero.context import Fp8Context
-from fp8_ds.zero.layout import OUTSTANDING_UPDATE_BYTES
 from fp8_ds.zero.norm import overflow_flag
 from fp8_ds.zero.release import NO_GRADIENT, make_updater, refuse_model_parallel
 from fp8_ds.zero.states12 import GATHER_TIMER, STEP_TIMER, Fp8StatesStage12

@@ -19,11 +19,11 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 
 from fp8_ds.comm import ByteCounter, grouped, max_reduce
-from fp8_ds.formats import E4M3
+from fp8_ds.nn.parameter import Fp8Parameter
+from fp8_ds.nn.payload import Fp8Payload
+from fp8_ds.numerics.formats import E4M3
 from fp8_ds.zero.fetch import Fetch, InFlight
 from fp8_ds.zero.owners import ParamHooks, StockParamHooks, hand_on, hooks_of
-from fp8_ds.zero.parameter import Fp8Parameter
-from fp8_ds.zero.payload import Fp8Payload
 from fp8_ds.zero.weights import WeightQuantizer
 
 

@@ -20,14 +20,14 @@ from deepspeed.runtime.zero import stage_1_and_2
 from torch import Tensor
 
 from fp8_ds.errors import UnsupportedError
-from fp8_ds.formats import E4M3
+from fp8_ds.nn.parameter import retype
+from fp8_ds.nn.payload import Fp8Payload
+from fp8_ds.numerics.formats import E4M3
 from fp8_ds.scaling.granularity import Granularity
 from fp8_ds.zero.access12 import Fp8AccessStage12, Written, write_through
 from fp8_ds.zero.context import Fp8Context
 from fp8_ds.zero.kind_buffer import KindBuffer
 from fp8_ds.zero.offload import offload_weights, reload_weights, split_lp_params
-from fp8_ds.zero.parameter import retype
-from fp8_ds.zero.payload import Fp8Payload
 from fp8_ds.zero.weights import Part, WeightQuantizer
 
 _HP_FREE_BYTES = 1 << 20

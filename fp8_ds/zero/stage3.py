@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fp8_ds.comm.equal_shares import reduce_scatter_shares
 from fp8_ds.errors import UnsupportedError
-from fp8_ds.formats import E4M3
+from fp8_ds.numerics.formats import E4M3
 from fp8_ds.zero.context import Fp8Context
 from fp8_ds.zero.fetch import InFlight
 from fp8_ds.zero.module_hooks import keep_signatures

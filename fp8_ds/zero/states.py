@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8_ds.numerics.masters import BY_NAME, MasterFormat
 from fp8_ds.ops.squares import SumOfSquares
 from fp8_ds.optim.adamw import Fp8AdamW
-from fp8_ds.optim.masters import BY_NAME, MasterFormat
 from fp8_ds.optim.states import Flat, absorb_flat, dense_flat
 from fp8_ds.scaling.predicted import PredictedScales
 from fp8_ds.zero.context import Fp8Context

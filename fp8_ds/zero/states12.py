@@ -15,11 +15,11 @@ from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, OPTIMIZE
 from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from torch import Tensor
 
+from fp8_ds.numerics.masters import BF16_8
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.adamw import weight_id
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.first import write_first, write_first_codes
-from fp8_ds.optim.masters import BF16_8
 from fp8_ds.optim.states import MOMENTS, Flat, Piece, allocate_lo, read_dense, write_dense
 from fp8_ds.optim.written import overwrite, write_low
 from fp8_ds.zero.context import Fp8Context

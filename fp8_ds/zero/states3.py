@@ -14,11 +14,11 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 
 from fp8_ds.errors import UnsupportedError
+from fp8_ds.numerics.masters import BF16_8
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.adamw import weight_id
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.first import write_first
-from fp8_ds.optim.masters import BF16_8
 from fp8_ds.optim.states import MOMENTS, Flat, Piece, allocate_lo, read_dense, write_dense
 from fp8_ds.scaling.predicted import PredictedScales
 from fp8_ds.zero.context import Fp8Context

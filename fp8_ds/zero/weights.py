@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8_ds.comm import ByteCounter, max_reduce
-from fp8_ds.formats import E4M3
+from fp8_ds.numerics.formats import E4M3
 from fp8_ds.ops.quantize import quantize, quantize_part
 from fp8_ds.ops.quantize.parts import CastPart, PartsCast
 from fp8_ds.optim.states import CHUNK
-from fp8_ds.scaling import AmaxHistory
+from fp8_ds.scaling.delayed import AmaxHistory
 from fp8_ds.scaling.granularity import TENSOR, Granularity
 
 _ALIGNMENT = 4

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-# Neighbouring E4M3 numbers are 1/16 to 1/8 of their value apart (three mantissa bits: fp8_ds/formats.py).
+# Neighbouring E4M3 numbers are 1/16 to 1/8 of their value apart (three mantissa bits: fp8_ds/numerics/formats.py).
 MAX_RELATIVE_ERROR = 1 / 8
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 
-from fp8_ds.optim.masters import BY_NAME, encode
+from fp8_ds.numerics.masters import BY_NAME, encode
 
 
 def assert_same_on_all_ranks(value: Tensor, group: Any, what: str) -> None:

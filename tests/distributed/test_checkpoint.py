@@ -70,9 +70,9 @@ def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], prefix: str
 
 def assert_bytes_follow_masters(engine: Any) -> None:
     """Every FP8 weight is its quantised master: the state is consistent, whatever has been loaded."""
-    from fp8_ds.formats import E4M3
+    from fp8_ds.numerics.formats import E4M3
+    from fp8_ds.numerics.scale import scale_from_amax
     from fp8_ds.ops.quantize import quantize
-    from fp8_ds.scaling import scale_from_amax
 
     masters = training.full_masters(engine)
     for name, (data, scale_inv) in training.fp8_state(engine).items():

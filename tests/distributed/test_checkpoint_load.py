@@ -213,7 +213,7 @@ def of_an_older_version(folder: str, stage: int) -> None:
     from test_checkpoint_faults import record_again
 
     from fp8_ds.checkpoint.state import BOUND_SUMS_KEY, CHECKPOINT_KEY, LATE_KEY
-    from fp8_ds.optim.masters import BF16_8, E4M19, decode, encode
+    from fp8_ds.numerics.masters import BF16_8, E4M19, decode, encode
 
     writer = base.build(stage, {"linear": {"recipe": "rowwise"}})  # scales of rows, which those masters had
     training.train(writer, 3)

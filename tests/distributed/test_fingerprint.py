@@ -13,7 +13,7 @@ import training
 from support.ranks import IMPORTED_ONCE, RankPool
 from torch import nn
 
-from fp8_ds.launcher import free_port
+from fp8_ds.host import free_port
 
 pytestmark = pytest.mark.distributed
 

@@ -10,8 +10,8 @@ import torch
 import training
 from rank_memory import RankMemory
 
-from fp8_ds.footprint import Footprint, estimate, read_run
-from fp8_ds.model_spec import ModelSpec, loss_of
+from fp8_ds.tools.estimate.footprint import Footprint, estimate, read_run
+from fp8_ds.tools.estimate.model_spec import ModelSpec, loss_of
 
 pytestmark = pytest.mark.distributed
 pytest.importorskip("transformers")

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fp8_ds.comm import count_collectives, gather_method, gather_runs, gathered_bytes, max_reduce
-from fp8_ds.zero.layout import Run
+from fp8_ds.comm.layout import Run
 
 pytestmark = pytest.mark.distributed
 

@@ -148,7 +148,7 @@ def fp8_weights(training: mt.Training) -> dict[str, Any]:
 
 def assert_bytes_follow_masters(training: mt.Training, master: str) -> None:
     """On every rank each weight is its master rounded to nearest, by one power of two, and nothing saturates."""
-    from fp8_ds.optim.masters import BY_NAME, encode
+    from fp8_ds.numerics.masters import BY_NAME, encode
 
     dense = base.masters(training)
     weights = fp8_weights(training)
@@ -537,7 +537,7 @@ def test_main_params_from_a_checkpoint_are_rounded_once(ranks: Any) -> None:
 @pytest.mark.parametrize("name", ["_data", "_scale_inv", "_reset_caches"])
 def test_a_transformer_engine_that_keeps_fp8_elsewhere_is_refused(name: str) -> None:
     from fp8_ds.errors import SeamError
-    from fp8_ds.optim.masters import E4M19
+    from fp8_ds.numerics.masters import E4M19
     from megatron_patches.optimizer_fp8 import Fp8Weights
 
     names = {"_data", "_scale_inv", "_reset_caches"} - {name}

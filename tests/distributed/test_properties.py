@@ -49,7 +49,7 @@ def gathered(case: dict[str, Any]) -> str:
 
     from fp8_ds.comm import gather
     from fp8_ds.comm.gather import gather_method, gather_runs, gathered_bytes
-    from fp8_ds.zero.layout import Run
+    from fp8_ds.comm.layout import Run
 
     group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     runs, free_bytes, total = [Run(*run) for run in case["runs"]], case["free_bytes"], case["total"]
@@ -108,7 +108,7 @@ def assert_parallel_linear(case: dict[str, Any]) -> None:
     """Results of all ranks together against the exact products of the whole layer."""
     from support.properties import break_one
 
-    from fp8_ds.formats import BY_NAME, E4M3
+    from fp8_ds.numerics.formats import BY_NAME, E4M3
 
     generator = torch.Generator().manual_seed(case["seed"])
     tokens, features, outputs = case["sizes"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import training
 
-from fp8_ds.formats import E4M3
+from fp8_ds.numerics.formats import E4M3
 from fp8_ds.ops.blockwise import quantize_blockwise
 from fp8_ds.ops.quantize import quantize_rowwise
 

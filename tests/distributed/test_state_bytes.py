@@ -15,7 +15,7 @@ from support.adam_shards import state_bytes
 from torch import Tensor
 
 from fp8_ds.config import LinearConfig, OptimizerConfig
-from fp8_ds.estimate import Setup, StateBytes, estimate_states, weights_of
+from fp8_ds.tools.estimate import Setup, StateBytes, estimate_states, weights_of
 
 pytestmark = pytest.mark.distributed
 

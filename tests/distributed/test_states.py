@@ -94,7 +94,7 @@ def assert_bytes_are_high_parts(
     weights: dict[str, tuple[Tensor, Tensor]], masters: dict[str, Tensor], master: str
 ) -> None:
     """Every FP8 weight, on whatever rank, is its master rounded to nearest; no scale saturates."""
-    from fp8_ds.optim.masters import BY_NAME, encode
+    from fp8_ds.numerics.masters import BY_NAME, encode
 
     for name in weights.keys() & masters.keys():
         data, scale_inv = weights[name]

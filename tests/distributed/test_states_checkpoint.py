@@ -259,7 +259,7 @@ def write(folder: str, stage: int, fp8: dict[str, Any] | None, exports: bool = F
 def test_files_hold_dense_fp32_under_the_names_of_stock(ranks: Any, tmp_path: Path, stage: int, master: str) -> None:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    from fp8_ds.optim.masters import BF16_8, encode
+    from fp8_ds.numerics.masters import BF16_8, encode
 
     ours = ranks(2).run(write, str(tmp_path / "ours"), stage, base.states(master), exports=True)[0]
     ranks(2).run(write, str(tmp_path / "stock"), stage, None)

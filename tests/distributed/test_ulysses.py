@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fp8_ds.comm import count_collectives
 from fp8_ds.errors import ConfigError
-from fp8_ds.formats import E5M2
+from fp8_ds.numerics.formats import E5M2
 from fp8_ds.testing import assert_bitwise, sqnr_db
 from fp8_ds.tp.exchange import exchange_heads
 

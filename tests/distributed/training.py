@@ -148,7 +148,7 @@ def build(
 
 def late_flag() -> Any:
     """For `optimizer.fp8_flag`: as on a GPU that the host does not wait for (`bf16.check_grad_overflow` false)."""
-    from fp8_ds.host_copy import HostCopy
+    from fp8_ds.comm.host_copy import HostCopy
     from fp8_ds.zero.norm import OverflowFlag
 
     class LateFlag(OverflowFlag):
@@ -266,9 +266,9 @@ def full_masters(engine: Any) -> dict[str, Tensor]:
 
 def expected_fp8(master: Tensor) -> tuple[Tensor, Tensor]:
     """(bytes as uint8, scale_inv) that a weight with this fp32 master must have: the definition, in three lines."""
-    from fp8_ds.formats import E4M3
+    from fp8_ds.numerics.formats import E4M3
+    from fp8_ds.numerics.scale import scale_from_amax
     from fp8_ds.ops.quantize import quantize
-    from fp8_ds.scaling import scale_from_amax
 
     scale, scale_inv = scale_from_amax(master.abs().max(), E4M3.max)
     return quantize(master, scale, E4M3).view(torch.uint8), scale_inv

@@ -10,7 +10,7 @@ from support.ranks import RankPool
 
 @pytest.fixture(autouse=True)
 def _on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For what asks fp8_ds.device in this process: tests/conftest.py says cpu, for all other tests."""
+    """For what asks fp8_ds.host in this process: tests/conftest.py says cpu, for all other tests."""
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
 
 

@@ -15,9 +15,9 @@ from support.adam_shards import (
     make_shard,
 )
 
+from fp8_ds.numerics.masters import BY_NAME
 from fp8_ds.ops.adamw import prepare
 from fp8_ds.ops.adamw.reference import adamw_step
-from fp8_ds.optim.masters import BY_NAME
 from fp8_ds.testing import assert_bitwise
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support import MANY_SCALES, many_scales
 
-from fp8_ds.formats import E4M3, E5M2
+from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.ops.blockwise import block_amax, quantize_blockwise, reference, shard_block_amax, transpose_blockwise
 from fp8_ds.ops.gemm.blockwise import scaled_mm_blockwise
 from fp8_ds.testing import assert_bitwise

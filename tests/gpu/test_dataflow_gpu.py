@@ -158,7 +158,7 @@ def test_leaves_with_a_prefetch_smaller_than_a_layer_change_no_bit(gpu_ranks: An
 def test_every_recipe_trains_and_its_bytes_are_those_of_the_masters(
     gpu_ranks: Any, stage: int, recipe: str, master: str
 ) -> None:
-    from fp8_ds.formats import E4M3
+    from fp8_ds.numerics.formats import E4M3
     from fp8_ds.ops.quantize import quantize
     from fp8_ds.scaling.granularity import OF_RECIPE, per_element
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from support.masters import every_master
 
+from fp8_ds.numerics.masters import BY_NAME, decode
 from fp8_ds.ops import decode_master as op
 from fp8_ds.ops.decode_master import decode_master
-from fp8_ds.optim.masters import BY_NAME, decode
 from fp8_ds.testing import assert_bitwise
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

@@ -9,10 +9,10 @@ from support.producers import assert_same
 from torch import nn
 
 from fp8_ds.config import ActivationsConfig, LinearConfig
-from fp8_ds.formats import E4M3
 from fp8_ds.nn import Fp8Linear, apply_plan, make_plan
 from fp8_ds.nn.norm import arithmetic_of
 from fp8_ds.nn.producers import fuse_producers
+from fp8_ds.numerics.formats import E4M3
 from fp8_ds.ops.groupwise import dequantize_groupwise, quantize_groupwise
 from fp8_ds.testing import assert_bitwise, sqnr_db
 

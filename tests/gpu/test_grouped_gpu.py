@@ -9,7 +9,7 @@ import torch
 from support.waits import host_waits
 from torch import Tensor
 
-from fp8_ds.formats import E4M3, E5M2
+from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.ops.gemm import scaled_mm
 from fp8_ds.ops.grouped import can_run, columns, columns_by_columns, reference, rows_by_matrices
 from fp8_ds.ops.transpose import transpose

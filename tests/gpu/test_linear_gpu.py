@@ -8,7 +8,6 @@ from support import MANY_SCALES, many_scales
 from torch import nn
 
 from fp8_ds.config import LinearConfig
-from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.nn import (
     BlockwiseRecipe,
     DelayedRecipe,
@@ -17,11 +16,13 @@ from fp8_ds.nn import (
     RowwiseRecipe,
     TensorwiseRecipe,
 )
+from fp8_ds.nn.payload import Fp8Payload
+from fp8_ds.numerics.formats import E4M3, E5M2
+from fp8_ds.numerics.scale import scale_from_amax
 from fp8_ds.ops.gemm import scaled_mm
 from fp8_ds.ops.quantize import amax, quantize, quantize_delayed_planes, quantize_tensorwise
-from fp8_ds.scaling import AmaxHistory, scale_from_amax
+from fp8_ds.scaling.delayed import AmaxHistory
 from fp8_ds.testing import assert_bitwise, sqnr_db
-from fp8_ds.zero.payload import Fp8Payload
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8_ds.comm import gather, gather_runs, reduce_scatter
-from fp8_ds.zero.layout import Run
+from fp8_ds.comm.layout import Run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

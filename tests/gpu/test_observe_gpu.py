@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_ds.formats import E4M3, E5M2, Float8Format
+from fp8_ds.numerics.formats import E4M3, E5M2, Float8Format
 from fp8_ds.ops.observe import new_counts, observe_codes, observe_hp
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

@@ -8,7 +8,7 @@ import torch
 from support import many_scales
 from support.waits import host_waits
 
-from fp8_ds.formats import E4M3, E5M2
+from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.ops.quantize import (
     PLANES,
     amax,

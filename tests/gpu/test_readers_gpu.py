@@ -10,10 +10,10 @@ import torch
 import training
 
 from fp8_ds.config import LinearConfig
-from fp8_ds.formats import E4M3
 from fp8_ds.nn import Fp8Linear, TensorwiseRecipe
+from fp8_ds.numerics.formats import E4M3
+from fp8_ds.numerics.scale import scale_from_amax
 from fp8_ds.ops.quantize import quantize
-from fp8_ds.scaling import scale_from_amax
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

@@ -9,7 +9,7 @@ import tensor_parallel as tpar
 import test_tp_linears as on_cpu
 import torch
 
-from fp8_ds.formats import E4M3, E5M2
+from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.ops.align import align
 from fp8_ds.testing import assert_bitwise, sqnr_db
 from fp8_ds.tp.gather import Gathered, Shard

@@ -42,9 +42,9 @@ def run(stage: int, overlap: bool, fp8: dict[str, Any] | None, accumulation: int
 
 
 def assert_bytes_follow_masters(result: Any) -> None:
-    from fp8_ds.formats import E4M3
+    from fp8_ds.numerics.formats import E4M3
+    from fp8_ds.numerics.scale import scale_from_amax
     from fp8_ds.ops.quantize import quantize
-    from fp8_ds.scaling import scale_from_amax
 
     _, _, state, masters, _ = result
     assert state

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from support import HANG
 
-from fp8_ds.launcher import free_port
+from fp8_ds.host import free_port
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -158,7 +158,7 @@ def child(function: Callable[[], None], folder: Path, env: dict[str, str], site_
 
 
 def test_autoload_makes_the_json_flag_alone_enough(tmp_path: Path, cpu_environment: dict[str, str]) -> None:
-    from fp8_ds.cli import autoload
+    from fp8_ds.tools import autoload
 
     autoload.turn_on(tmp_path)
     child(child_autoload, tmp_path, cpu_environment, site_dir=tmp_path)

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from support import HANG
 
-from fp8_ds.curves import read_curve
-from fp8_ds.launcher import free_port
+from fp8_ds.host import free_port
 from fp8_ds.monitor.sinks import JsonLines, Report
 from fp8_ds.monitor.statistics import TensorStatistics
+from fp8_ds.tools.compare.curves import read_curve
 
 Launch = Callable[..., str]
 TINY = ("--size", "tiny", "--seq-len", "64", "--held-out-batches", "1")

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fp8_ds.numerics.masters import BY_NAME, MasterFormat
+from fp8_ds.numerics.moments import GROUP, from_groups, num_groups, quantize_m, quantize_root, to_groups
 from fp8_ds.ops.adamw import AdamShard, Hyper, StepInputs
-from fp8_ds.optim.masters import BY_NAME, MasterFormat
-from fp8_ds.optim.moments import GROUP, from_groups, num_groups, quantize_m, quantize_root, to_groups
 
 NUM_SCALES = 4
 """Entries of the scale vectors that `make_inputs` gives."""

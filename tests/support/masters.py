@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8_ds.optim.masters import MasterFormat
+from fp8_ds.numerics.masters import MasterFormat
 
 _MOST = 1 << 15
 
 
 def every_master(fmt: MasterFormat) -> tuple[Tensor, Tensor]:
-    """(hi, lo), as `optim.masters.encode` gives them: all magnitudes of a format that has no more than 32,768, else as
+    """(hi, lo), as `numerics.masters.encode` gives them: all magnitudes of a format that has 32,768 at most, else as
     many that are spread over its range, with both signs; beside bf16 also high parts that somebody has set to zero."""
     step = max(1, fmt.max_mag // _MOST)
     mag = torch.cat([torch.arange(0, fmt.max_mag, step, dtype=torch.int64), torch.tensor([fmt.max_mag])])

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fp8_ds.formats import E4M3, E5M2, Float8Format
+from fp8_ds.numerics.formats import E4M3, E5M2, Float8Format
 
 
 def settled(num: int) -> settings:

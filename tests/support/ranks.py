@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fp8_ds.launcher import free_port
+from fp8_ds.host import free_port
 from support import HANG
 
 IMPORTED_ONCE = [

@@ -21,12 +21,12 @@ from typing import Any
 import pytest
 import typer.main
 
-from fp8_ds import diagnosis
 from fp8_ds.cli.app import app
 from fp8_ds.config import Fp8Config
-from fp8_ds.diagnosis import Check
 from fp8_ds.engine.refusals import refuse_config
-from fp8_ds.judgement import judge
+from fp8_ds.tools.doctor import diagnosis
+from fp8_ds.tools.doctor.check_config import judge
+from fp8_ds.tools.doctor.diagnosis import Check
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])

@@ -6,9 +6,9 @@ import socket
 import pytest
 import torch
 
-from fp8_ds import launcher
+from fp8_ds import host as launcher
 from fp8_ds.errors import ConfigError
-from fp8_ds.launcher import free_port, which_gpus
+from fp8_ds.host import free_port, which_gpus
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8_ds.attention.heads import reference
 from fp8_ds.attention.shapes import Packing
-from fp8_ds.formats import E4M3
+from fp8_ds.numerics.formats import E4M3
 from fp8_ds.ops._register import is_on_cuda, register_pair
 
 __all__ = ["dequantize", "quantize"]

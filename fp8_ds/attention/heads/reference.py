@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fp8_ds.attention.rotation import rotate
-from fp8_ds.formats import E4M3
+from fp8_ds.numerics.formats import E4M3
 from fp8_ds.ops.blockwise.reference import scale_from_amax
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8_ds.attention.rotation import rotation_matrices
-from fp8_ds.formats import E4M3
+from fp8_ds.numerics.formats import E4M3
 from fp8_ds.ops._device import decode, magnitude, record_amax
 from fp8_ds.ops._launch import ceil_div
 from fp8_ds.ops._producer_device import quantize as cast_to_codes

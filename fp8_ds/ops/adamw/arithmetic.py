@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fp8_ds.numerics import rounding
 from fp8_ds.ops.adamw import ptx
-from fp8_ds.optim import rounding
 
 UP = tl.constexpr(2.0**120)
 DOWN = tl.constexpr(2.0**-120)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fp8_ds.formats import E4M3, E4M4
+from fp8_ds.numerics import moments, rounding
+from fp8_ds.numerics.formats import E4M3, E4M4
 from fp8_ds.ops.adamw import ptx
 from fp8_ds.ops.adamw.arithmetic import (
     DOWN,
@@ -27,7 +28,6 @@ from fp8_ds.ops.adamw.arithmetic import (
     words_of,
 )
 from fp8_ds.ops.adamw.shards import Hyper
-from fp8_ds.optim import moments, rounding
 
 _GROUP = tl.constexpr(moments.GROUP)
 _M_MAX = tl.constexpr(E4M3.max)

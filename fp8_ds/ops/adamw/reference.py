@@ -10,9 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fp8_ds.ops.adamw.shards import AdamShard, Hyper, StepInputs
-from fp8_ds.optim.masters import decode, encode
-from fp8_ds.optim.moments import (
+from fp8_ds.numerics.masters import decode, encode
+from fp8_ds.numerics.moments import (
     GROUP,
     NOISE_BITS,
     SMALLEST_V,
@@ -23,7 +22,8 @@ from fp8_ds.optim.moments import (
     quantize_root,
     to_groups,
 )
-from fp8_ds.optim.rounding import moment_noise, noise
+from fp8_ds.numerics.rounding import moment_noise, noise
+from fp8_ds.ops.adamw.shards import AdamShard, Hyper, StepInputs
 
 
 def adamw_step(shards: Sequence[AdamShard], grads: Sequence[Tensor | None], inputs: StepInputs) -> None:

@@ -8,7 +8,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from fp8_ds.optim.masters import MasterFormat
+from fp8_ds.numerics.masters import MasterFormat
 
 
 class Hyper(IntEnum):

@@ -15,9 +15,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from fp8_ds.numerics import moments, rounding
 from fp8_ds.ops.adamw.kernel import COLUMNS, TABLE_WIDTH, adamw_kernel
 from fp8_ds.ops.adamw.shards import AdamShard, StepInputs
-from fp8_ds.optim import moments, rounding
 
 
 @dataclass(frozen=True)

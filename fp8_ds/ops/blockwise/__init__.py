@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8_ds.formats import BY_NAME, Float8Format
+from fp8_ds.numerics.formats import BY_NAME, Float8Format
 from fp8_ds.ops._register import register_pair
 from fp8_ds.ops.blockwise import reference
 from fp8_ds.ops.blockwise.reference import BLOCK

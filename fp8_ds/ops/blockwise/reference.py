@@ -12,7 +12,7 @@ BLOCK = 128
 only block size on Hopper."""
 
 MAX_EXPONENT = 126
-"""Largest scale, 2**126: its inverse is the smallest normal float32. See `scaling.current.MAX_SCALE`."""
+"""Largest scale, 2**126: its inverse is the smallest normal float32. See `numerics.scale.MAX_SCALE`."""
 
 
 def _transposed(x: Tensor) -> Tensor:

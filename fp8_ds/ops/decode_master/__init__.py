@@ -1,4 +1,4 @@
-"""Split masters as numbers: `optim.masters.decode`, which is its reference, in one read of theirs and one write.
+"""Split masters as numbers: `numerics.masters.decode`, which is its reference, in one read of theirs and one write.
 
 In torch's operators it moves some 94 bytes an element where 4 are needed: at the rate of a copy on an H200 40 ms a step
 of 2 B parameters whose layers are in bf16 (docs/speed.md, "Its last steps in bf16").
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8_ds.optim.masters import MasterFormat, decode
+from fp8_ds.numerics.masters import MasterFormat, decode
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float32)
 
@@ -18,7 +18,7 @@ def decode_master(hi: Tensor, lo: Tensor, fmt: MasterFormat, scale_inv: Tensor |
     """Write the masters into `out`, rounded to its dtype.
 
     Args:
-        hi, lo: `fmt.hi_dtype` and `fmt.lo_dtype` [n], as `optim.masters.encode` gives them.
+        hi, lo: `fmt.hi_dtype` and `fmt.lo_dtype` [n], as `numerics.masters.encode` gives them.
         fmt: a split format.
         scale_inv: float32, 0-dim, multiply to leave FP8; None where `fmt` is not FP8.
         out: float [n], on any device.

@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8_ds.numerics.masters import MasterFormat
 from fp8_ds.ops._producer_device import to_bf16
 from fp8_ds.ops.adamw.arithmetic import UP, decode_bf16_master, decode_fp8_master
 from fp8_ds.ops.transpose.triton import runs_ptx
-from fp8_ds.optim.masters import MasterFormat
 
 BLOCK, NUM_WARPS = 2048, 4
 

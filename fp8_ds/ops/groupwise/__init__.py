@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8_ds.formats import E4M3
+from fp8_ds.numerics.formats import E4M3
 from fp8_ds.ops._register import register_pair
 from fp8_ds.ops.blockwise import BLOCK, num_blocks, quantize_blockwise
 from fp8_ds.ops.groupwise import reference

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fp8_ds.formats import Float8Format
+from fp8_ds.numerics.formats import Float8Format
 from fp8_ds.ops._register import is_on_cuda, register, register_pair
 from fp8_ds.ops.quantize import reference
 
@@ -240,7 +240,7 @@ def quantize_tensorwise(x: Tensor, fmt: Float8Format) -> tuple[Tensor, Tensor]:
 
 
 def quantize_tensor_pow2(x: Tensor, fmt: Float8Format) -> tuple[Tensor, Tensor]:
-    """`quantize_tensorwise` by a power of two (scaling/pow2.py), for an operand that travels.
+    """`quantize_tensorwise` by a power of two (numerics/pow2.py), for an operand that travels.
 
     Args:
         x: bf16, fp16 or fp32, any shape.

@@ -13,13 +13,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fp8_ds.formats import E4M3, E5M2
+from fp8_ds.numerics.formats import E4M3, E5M2
+from fp8_ds.numerics.pow2 import MANTISSA_BITS, exponent_rule
 from fp8_ds.ops._device import INFINITY, encode_bytes, encode_four, record_amax, row_scale_from_amax, scale_from_amax
 from fp8_ds.ops._tiles import load_rows, store_rows, store_transposed, tile_corner, tile_masks
 from fp8_ds.ops.quantize.parts import TABLE_COLUMNS
 from fp8_ds.ops.quantize.words import largest_magnitude, load_folded, load_words
 from fp8_ds.ops.transpose.triton import store_word
-from fp8_ds.scaling.pow2 import MANTISSA_BITS, exponent_rule
 
 _E4M3_MAX, _E5M2_MAX = tl.constexpr(E4M3.max), tl.constexpr(E5M2.max)
 MAX_PARTIALS = tl.constexpr(512)
@@ -46,7 +46,7 @@ def _largest(partials, num_partials):
 
 @triton.jit
 def _pow2_scale(bits, IS_E4M3: tl.constexpr):
-    """`scaling.pow2.pow2_scale` of the float with these bits: (scale, scale_inv)."""
+    """`numerics.pow2.pow2_scale` of the float with these bits: (scale, scale_inv)."""
     finite = tl.where(bits < INFINITY, bits, 0x3F800000)
     rounded_up = (finite + (_E4M3_CARRY if IS_E4M3 else _E5M2_CARRY)) >> _MANTISSA_BITS
     biased = tl.maximum(rounded_up - (_E4M3_SHIFT if IS_E4M3 else _E5M2_SHIFT), 1)

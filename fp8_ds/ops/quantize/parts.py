@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8_ds.formats import Float8Format
+from fp8_ds.numerics.formats import Float8Format
 from fp8_ds.ops.quantize import KERNEL_DTYPES, _quantize_parts
 
 _ADDRESSES = ("x", "out", "grid")

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fp8_ds.numerics.pow2 import pow2_scale
+from fp8_ds.numerics.scale import row_scale_from_amax, scale_from_amax
 from fp8_ds.ops.transpose.reference import transpose
-from fp8_ds.scaling.current import row_scale_from_amax, scale_from_amax
-from fp8_ds.scaling.pow2 import pow2_scale
 
 _CHUNK = 1 << 24
 """Elements of a part quantised at a time: bounds the fp32 temporary to 64 MiB."""

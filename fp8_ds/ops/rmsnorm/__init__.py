@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fp8_ds.formats import Float8Format
+from fp8_ds.numerics.formats import Float8Format
 from fp8_ds.ops._producer import Fp8Output, Scaling, check_rows, empty_output, mode_of
 from fp8_ds.ops._register import register_pair
 from fp8_ds.ops.rmsnorm import reference

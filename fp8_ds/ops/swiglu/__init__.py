@@ -17,12 +17,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fp8_ds.formats import Float8Format
+from fp8_ds.numerics.formats import Float8Format
+from fp8_ds.numerics.scale import AmaxSlot
 from fp8_ds.ops._producer import Fp8Output, Scaling, SlotTensors, check_rows, empty_amax, empty_output, mode_of
 from fp8_ds.ops._register import register_pair
 from fp8_ds.ops.groupwise import check_groups
 from fp8_ds.ops.swiglu import reference
-from fp8_ds.scaling.delayed import AmaxSlot
 
 __all__ = [
     "Fp8Output",

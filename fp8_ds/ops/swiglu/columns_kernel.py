@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fp8_ds.formats import E4M3
+from fp8_ds.numerics.formats import E4M3
 from fp8_ds.ops._device import INFINITY, decode, encode_four, magnitude, record_amax, scale_from_amax
 from fp8_ds.ops._producer_device import (
     AMAX,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fp8_ds.cli import autoload
 from fp8_ds.cli.app import app
+from fp8_ds.tools import autoload
 
 
 def run(*arguments: str) -> tuple[int, str]:

@@ -16,12 +16,12 @@ import typer.main
 from support import HANG
 from typer.testing import CliRunner
 
-from fp8_ds import diagnosis
 from fp8_ds.cli.app import app
 from fp8_ds.cli.common import num_parameters
 from fp8_ds.cli.plan import _runs
-from fp8_ds.diagnosis import Check
 from fp8_ds.nn.flops import Product
+from fp8_ds.tools.doctor import diagnosis
+from fp8_ds.tools.doctor.diagnosis import Check
 
 ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "configs/ds_zero3_fp8.json"

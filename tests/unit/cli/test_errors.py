@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fp8_ds import diagnosis
 from fp8_ds.cli.app import app
+from fp8_ds.tools.doctor import diagnosis
 
 DS: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fp8_ds.comm import ByteCounter, gather_method, gathered_bytes
-from fp8_ds.zero.layout import Run
+from fp8_ds.comm.layout import Run
 
 
 def runs(*numels: int, gap: int = 0) -> list[Run]:

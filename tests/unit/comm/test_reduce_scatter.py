@@ -22,7 +22,7 @@ from fp8_ds.comm.reduce_scatter import (
     quantize_groups,
     unpack_sum,
 )
-from fp8_ds.formats import E4M3
+from fp8_ds.numerics.formats import E4M3
 from fp8_ds.testing import assert_bitwise, sqnr_db
 
 NUM_RANKS = 8

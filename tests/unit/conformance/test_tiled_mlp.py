@@ -20,9 +20,9 @@ from rounding import MAX_RELATIVE_ERROR, relative_l2_error
 
 import fp8_ds.nn.recipe
 from fp8_ds.config import LinearConfig
-from fp8_ds.formats import E4M3, Float8Format
 from fp8_ds.nn.linear import Fp8Linear
 from fp8_ds.nn.recipe import TensorwiseRecipe
+from fp8_ds.numerics.formats import E4M3, Float8Format
 from fp8_ds.ops.quantize import Planes, quantize
 from fp8_ds.ops.transpose import transpose
 

@@ -142,7 +142,7 @@ def test_a_failed_import_of_deepspeed_can_be_repeated(stub: Path) -> None:
 
 
 def test_the_pth_file_installs_without_importing_deepspeed(stub: Path, tmp_path: Path) -> None:
-    from fp8_ds.cli import autoload
+    from fp8_ds.tools import autoload
 
     folder = tmp_path / "site"
     folder.mkdir()

@@ -6,7 +6,7 @@ import pytest
 
 from fp8_ds.engine.initialize import refuse_misplaced_block
 from fp8_ds.errors import ConfigError
-from fp8_ds.judgement import judge
+from fp8_ds.tools.doctor.check_config import judge
 
 ON = {"enabled": True}
 

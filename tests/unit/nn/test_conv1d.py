@@ -11,14 +11,14 @@ from torch import nn
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
-from fp8_ds.formats import E4M3
 from fp8_ds.nn import Fp8Linear, TensorwiseRecipe, apply_plan, make_plan
 from fp8_ds.nn.convert import revert
 from fp8_ds.nn.linear import Fp8Conv1D
+from fp8_ds.nn.payload import Fp8Payload
 from fp8_ds.nn.recipe_bf16 import Bf16Recipe
+from fp8_ds.numerics.formats import E4M3
 from fp8_ds.ops.quantize import quantize_tensorwise
 from fp8_ds.testing import assert_bitwise
-from fp8_ds.zero.payload import Fp8Payload
 
 Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
 

@@ -17,8 +17,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
-from fp8_ds.estimate import weights_of
-from fp8_ds.formats import E4M3
 from fp8_ds.monitor.observe import Observers
 from fp8_ds.monitor.statistics import StatisticsTable
 from fp8_ds.nn import apply_plan, expert_products, experts_reference, make_plan
@@ -27,12 +25,14 @@ from fp8_ds.nn.experts import Fp8Experts, is_experts, why_not
 from fp8_ds.nn.experts_reference import stock_forward
 from fp8_ds.nn.layers import fp8_layers
 from fp8_ds.nn.matrices import OtherMatrices
+from fp8_ds.nn.parameter import Fp8Parameter
+from fp8_ds.nn.payload import Fp8Payload
 from fp8_ds.nn.recipe_bf16 import Bf16Recipe
+from fp8_ds.numerics.formats import E4M3
 from fp8_ds.ops.quantize import quantize
-from fp8_ds.rehearsal import rehearse
 from fp8_ds.testing import assert_bitwise, sqnr_db
-from fp8_ds.zero.parameter import Fp8Parameter
-from fp8_ds.zero.payload import Fp8Payload
+from fp8_ds.tools.estimate import weights_of
+from fp8_ds.tools.estimate.rehearsal import rehearse
 
 mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
 if not hasattr(mixtral, "MixtralExperts"):

@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8_ds.config import LinearConfig
-from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.nn import DelayedRecipe, Fp8Linear, TensorwiseRecipe
 from fp8_ds.nn.expert_products import grouped_linear, has_one_launch
 from fp8_ds.nn.groups import Groups
+from fp8_ds.nn.payload import Fp8Payload
 from fp8_ds.nn.recipe_bf16 import Bf16Recipe
+from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.ops import grouped
 from fp8_ds.ops.gemm import scaled_mm
 from fp8_ds.ops.quantize import quantize_tensorwise
 from fp8_ds.scaling.delayed import AmaxHistory
 from fp8_ds.testing import assert_bitwise, sqnr_db
-from fp8_ds.zero.payload import Fp8Payload
 
 NUM_EXPERTS, NUM_OUT, NUM_IN = 5, 48, 80
 CHOICES = [[0, 2], [2, 0], [2, 4], [4, 2], [2, 0], [0, 4], [2, 4]]  # 4, 0, 6, 0 and 4 tokens

@@ -10,13 +10,13 @@ from torch import nn
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
-from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.nn import DelayedRecipe, Fp8Linear, TensorwiseRecipe, apply_plan, make_plan
+from fp8_ds.nn.payload import Fp8Payload
+from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.ops.gemm import BACKENDS
 from fp8_ds.ops.quantize import quantize, quantize_tensorwise
-from fp8_ds.scaling import AmaxHistory
+from fp8_ds.scaling.delayed import AmaxHistory
 from fp8_ds.testing import assert_bitwise, sqnr_db
-from fp8_ds.zero.payload import Fp8Payload
 
 GRAD_DTYPES = ("e5m2", "e4m3")
 NAN = float("nan")

@@ -9,14 +9,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8_ds.config import ActivationsConfig, LinearConfig
-from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.nn import DelayedRecipe, Fp8Linear, RowwiseRecipe, TensorwiseRecipe
 from fp8_ds.nn.convert import apply_plan, make_plan, revert
+from fp8_ds.nn.payload import Fp8Payload
 from fp8_ds.nn.producers import fuse_producers
+from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.ops.quantize import quantize_tensorwise
-from fp8_ds.scaling import AmaxHistory
+from fp8_ds.scaling.delayed import AmaxHistory
 from fp8_ds.testing import assert_bitwise, sqnr_db
-from fp8_ds.zero.payload import Fp8Payload
 
 
 def make(recipe="tensorwise", with_payload=False, dtype=torch.float32, in_features=48, out_features=40):

@@ -8,15 +8,15 @@ from support import many_scales
 from torch import nn
 
 from fp8_ds.config import LinearConfig
-from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.nn import BlockwiseRecipe, Fp8Linear, RowwiseGradWeightHpRecipe, RowwiseRecipe, TensorwiseRecipe
+from fp8_ds.nn.payload import Fp8Payload
 from fp8_ds.nn.shared import SharedInput
+from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.ops.blockwise import quantize_blockwise
 from fp8_ds.ops.gemm import BACKENDS, scaled_mm
 from fp8_ds.ops.quantize import quantize_rowwise, quantize_tensorwise
 from fp8_ds.scaling.granularity import OF_RECIPE, per_element
 from fp8_ds.testing import assert_bitwise, sqnr_db
-from fp8_ds.zero.payload import Fp8Payload
 
 RECIPES = {r.name: r for r in (TensorwiseRecipe, RowwiseRecipe, RowwiseGradWeightHpRecipe, BlockwiseRecipe)}
 FINE = ["rowwise", "rowwise_with_gw_hp", "blockwise"]

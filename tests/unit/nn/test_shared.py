@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from fp8_ds.config import LinearConfig
 from fp8_ds.nn import Fp8Linear, TensorwiseRecipe, apply_plan, make_plan
 from fp8_ds.nn.convert import revert
+from fp8_ds.nn.payload import Fp8Payload
 from fp8_ds.nn.shared import SharedInput
 from fp8_ds.scaling.granularity import OF_RECIPE
 from fp8_ds.testing import assert_bitwise
-from fp8_ds.zero.payload import Fp8Payload
 
 QUANTIZE = "fp8_ds.quantize_tensorwise_planes"
 MAX_DISPATCHES = 20

@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fp8_ds.config import ActivationsConfig, LinearConfig
-from fp8_ds.formats import E4M3
 from fp8_ds.nn import apply_plan, make_plan
 from fp8_ds.nn import mlp as mlp_module
+from fp8_ds.nn.payload import Fp8Payload
 from fp8_ds.nn.producers import fuse_producers
+from fp8_ds.numerics.formats import E4M3
 from fp8_ds.ops.quantize import quantize_tensorwise
 from fp8_ds.ops.swiglu import (
     swiglu,
@@ -27,7 +28,6 @@ from fp8_ds.ops.swiglu import (
 )
 from fp8_ds.ops.transpose import transpose
 from fp8_ds.testing import assert_bitwise, sqnr_db
-from fp8_ds.zero.payload import Fp8Payload
 
 TOKENS, WIDTH, HIDDEN = 48, 64, 160
 RECIPES = ("tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")

@@ -15,11 +15,11 @@ from support.adam_shards import (
     make_shard,
 )
 
+from fp8_ds.numerics.masters import BY_NAME, decode
+from fp8_ds.numerics.moments import from_groups
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.ops.adamw.reference import adamw_step
 from fp8_ds.ops.adamw.triton import LAUNCHES, TritonStep
-from fp8_ds.optim.masters import BY_NAME, decode
-from fp8_ds.optim.moments import from_groups
 from fp8_ds.testing import assert_bitwise
 
 FORMATS = list(BY_NAME)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fp8_ds.formats import E4M3, E5M2
+from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.ops.align import reference, triton
 from fp8_ds.testing import assert_bitwise
 

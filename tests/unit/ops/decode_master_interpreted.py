@@ -4,8 +4,8 @@ import pytest
 import torch
 from support.masters import every_master
 
+from fp8_ds.numerics.masters import BY_NAME, decode
 from fp8_ds.ops.decode_master.triton import BLOCK, decode_master
-from fp8_ds.optim.masters import BY_NAME, decode
 from fp8_ds.testing import assert_bitwise
 
 SPLIT = [fmt for fmt in BY_NAME.values() if fmt.is_split]

@@ -7,7 +7,7 @@ order it is made.
 import pytest
 import torch
 
-from fp8_ds.formats import E4M3, E5M2
+from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.ops.grouped import reference, triton
 from fp8_ds.ops.grouped.reference import num_columns
 from fp8_ds.testing import assert_bitwise

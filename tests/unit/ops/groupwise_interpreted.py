@@ -5,7 +5,7 @@ import torch
 from support import many_scales
 from support.producers import assert_same
 
-from fp8_ds.formats import E4M3
+from fp8_ds.numerics.formats import E4M3
 from fp8_ds.ops.groupwise import reference, triton
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, of NaN

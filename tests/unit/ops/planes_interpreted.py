@@ -7,7 +7,7 @@ import pytest
 import torch
 from support import many_scales
 
-from fp8_ds.formats import E4M3, E5M2
+from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.ops.quantize import kernel, reference, triton
 from fp8_ds.ops.quantize.parts import PROGRAM, CastPart, PartsCast
 from fp8_ds.ops.transpose import reference as transpose_reference

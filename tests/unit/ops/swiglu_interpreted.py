@@ -14,7 +14,7 @@ from support.producers import (
     make_scaling,
 )
 
-from fp8_ds.formats import E4M3, E5M2
+from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.ops._producer import mode_of, quantize_by
 from fp8_ds.ops.groupwise import quantize_groupwise
 from fp8_ds.ops.groupwise.reference import dequantize_groupwise

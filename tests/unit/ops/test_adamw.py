@@ -4,9 +4,9 @@ import pytest
 import torch
 from support.adam_shards import clone_shard, differences, make_grad, make_inputs, make_shard
 
+from fp8_ds.numerics.masters import BY_NAME
 from fp8_ds.ops.adamw import prepare
 from fp8_ds.ops.adamw.reference import adamw_step
-from fp8_ds.optim.masters import BY_NAME
 
 
 def test_shards_of_several_devices_are_refused():

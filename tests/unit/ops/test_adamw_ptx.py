@@ -10,8 +10,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from fp8_ds.numerics.moments import GROUP, quantize_m, quantize_root
 from fp8_ds.ops.adamw import ptx
-from fp8_ds.optim.moments import GROUP, quantize_m, quantize_root
 
 Words = npt.NDArray[np.uint32]
 NUM_GROUPS = 64
@@ -82,7 +82,7 @@ def test_codes_of_moments_are_those_of_the_plain_formulas(sigma: float) -> None:
     root_codes, root_scale_inv = quantize_root(root, noise)
 
     def scaled(x: torch.Tensor, scale_inv: torch.Tensor) -> list[Words]:
-        from fp8_ds.optim.moments import _group_scale
+        from fp8_ds.numerics.moments import _group_scale
 
         down = (x * _group_scale(scale_inv)[:, None]) * 2.0**-120
         return list(down.view(torch.int32).numpy().view(np.uint32).reshape(-1, 4).T)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import MANY_SCALES, many_scales
 
-from fp8_ds.formats import E4M3, E4M4, E5M2
+from fp8_ds.numerics.formats import E4M3, E4M4, E5M2
 from fp8_ds.ops.blockwise import (
     block_amax,
     num_blocks,

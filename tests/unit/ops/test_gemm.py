@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from fp8_ds.formats import E4M3, E5M2
+from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.ops.gemm import BACKENDS, scaled_mm
 from fp8_ds.ops.quantize import quantize_tensorwise
 from fp8_ds.testing import assert_bitwise

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_ds.formats import E4M3, E5M2
+from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.ops.gemm import scaled_mm
 from fp8_ds.ops.grouped import can_run, columns, columns_by_columns, rows_by_matrices
 from fp8_ds.ops.grouped.reference import GROUP_BLOCK, num_columns

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support import MANY_SCALES, many_scales
 
-from fp8_ds.formats import E4M3
+from fp8_ds.numerics.formats import E4M3
 from fp8_ds.ops.groupwise import GROUP, dequantize_groupwise, quantize_groupwise
 from fp8_ds.testing import assert_bitwise, sqnr_db
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from support import MANY_SCALES, many_scales
 
-from fp8_ds.formats import E4M3, E4M4, E5M2
+from fp8_ds.numerics.formats import E4M3, E4M4, E5M2
+from fp8_ds.numerics.scale import scale_from_amax
 from fp8_ds.ops.quantize import amax, quantize, quantize_delayed_planes, quantize_tensorwise, record_amax
-from fp8_ds.scaling import scale_from_amax
 from fp8_ds.testing import assert_bitwise, sqnr_db
 
 FORMATS = [E4M3, E5M2]

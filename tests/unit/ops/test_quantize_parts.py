@@ -5,7 +5,7 @@ import torch
 from support import many_scales
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8_ds.formats import E4M3, E5M2
+from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.ops.quantize import quantize, quantize_part
 from fp8_ds.ops.quantize.parts import CastPart, PartsCast
 from fp8_ds.testing import assert_bitwise

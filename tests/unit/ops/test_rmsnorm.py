@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.producers import SCALINGS, assert_same, assert_within_steps, make_rows, make_scaling, make_slot
 
-from fp8_ds.formats import E4M3, E4M4, E5M2
+from fp8_ds.numerics.formats import E4M3, E4M4, E5M2
 from fp8_ds.ops.quantize import quantize, quantize_delayed_planes, quantize_tensorwise
 from fp8_ds.ops.rmsnorm import reference, rmsnorm, rmsnorm_backward
 from fp8_ds.testing import sqnr_db

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fp8_ds import Fp8AdamW, Fp8Parameter, UnsupportedError
-from fp8_ds.optim.masters import encode
+from fp8_ds.numerics.masters import encode
 
 SHAPES = ((48, 40), (7,), (128,), (3, 100))
 """Groups of 128 that are whole, ragged, alone and too few."""

@@ -17,12 +17,12 @@ import torch
 from support.bounds import update_bound
 from torch import Tensor
 
-from fp8_ds.formats import E4M3
+from fp8_ds.numerics import moments
+from fp8_ds.numerics.formats import E4M3
+from fp8_ds.numerics.masters import FP32
+from fp8_ds.numerics.moments import GROUP
 from fp8_ds.ops.adamw import AdamShard, Hyper, StepInputs, reference
 from fp8_ds.ops.adamw.reference import adamw_step, read_moments
-from fp8_ds.optim import moments
-from fp8_ds.optim.masters import FP32
-from fp8_ds.optim.moments import GROUP
 
 ROWS, COLUMNS = 48, 256
 STEPS, COUNTED = 300, 40

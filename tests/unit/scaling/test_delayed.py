@@ -11,7 +11,7 @@ from torch import nn
 from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
 from fp8_ds.nn import apply_plan, make_plan
-from fp8_ds.scaling import AmaxHistory
+from fp8_ds.scaling.delayed import AmaxHistory
 
 NAN, INF = float("nan"), float("inf")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import many_scales
 
-from fp8_ds.formats import E4M3
+from fp8_ds.numerics.formats import E4M3
 from fp8_ds.ops.blockwise import quantize_blockwise
 from fp8_ds.ops.quantize import quantize, quantize_part, quantize_rowwise, quantize_tensorwise
 from fp8_ds.scaling.granularity import OF_RECIPE, ROW, TENSOR, TILE, CopiedScales, per_element

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from fp8_ds.scaling import AmaxHistory
+from fp8_ds.scaling.delayed import AmaxHistory
 from fp8_ds.scaling.scale_check import ScaleCheck
 
 NAN, INF = float("nan"), float("inf")

@@ -9,9 +9,9 @@ import pytest
 import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
+from fp8_ds.numerics.masters import E4M11
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.core import AdamCore
-from fp8_ds.optim.masters import E4M11
 from fp8_ds.optim.states import Flat, Piece, allocate_lo, read_dense
 from fp8_ds.scaling.predicted import PredictedScales
 from fp8_ds.zero.offload import offload_adam, reload_adam

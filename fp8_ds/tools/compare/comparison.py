@@ -1,0 +1,247 @@
+"""Groups of paired runs against a base: their differences and verdicts, as text and as data."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fp8_ds.config.json_text import finite_or_none
+from fp8_ds.errors import ConfigError
+from fp8_ds.tools.compare.curves import Curve, read_curve
+
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+"""0.975 quantiles of Student's t with 1, 2, ... degrees of freedom; with more than 15 that of 15, a little too wide."""
+MEAN_BOUND, UPPER_BOUND = 0.1, 0.3
+"""Per cent by which the loss may be higher: its mean difference, and the upper end of the 95 % interval of that.
+Tighter than DeepSeek-V3's 0.25 % (arXiv 2412.19437, section 3.3)."""
+
+Verdict = Literal["parity", "worse", "undecided"]
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Relative differences in per cent, one for each pair of runs; positive is worse than the base."""
+
+    by_pair: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return _mean(self.by_pair)
+
+    @property
+    def half_width(self) -> float:
+        """Half the 95 % interval of the mean, by Student's t; infinite for one pair, NaN where one is not finite."""
+        degrees = len(self.by_pair) - 1
+        if degrees < 1 or not math.isfinite(self.mean):
+            return math.inf if math.isfinite(self.mean) else math.nan
+        quantile = T_975[min(degrees, len(T_975)) - 1]
+        return quantile * statistics.stdev(self.by_pair) / math.sqrt(len(self.by_pair))
+
+    def verdict(self) -> Verdict:
+        """parity: the mean and the upper end of its interval are within the bounds. worse: the lower end is above the
+        bound of the mean. undecided: neither; more pairs or longer runs would tell."""
+        if self.mean <= MEAN_BOUND and self.mean + self.half_width <= UPPER_BOUND:
+            return "parity"
+        return "worse" if self.mean - self.half_width > MEAN_BOUND else "undecided"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in their seed only; the i-th is paired with the base's i-th."""
+
+    name: str
+    curves: tuple[Curve, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A group against the base.
+
+    Attributes:
+        base_loss, loss: means over runs and the compared steps; the latter is NaN where a run diverged in these.
+        percent: mean of `percent_by_pair`, relative differences; `half_width` is half its 95 % interval.
+        verdict: of `Paired`; worse where `diverged_at`, else undecided where `ends_early`.
+        ends_early: one of these runs goes on after the last compared step, for more than a logging interval.
+        diverged_at: the first step in which a run of the group has no finite loss.
+    """
+
+    run: str
+    base_loss: float
+    loss: float
+    percent_by_pair: tuple[float, ...]
+    percent: float
+    half_width: float
+    verdict: Verdict
+    ends_early: bool = False
+    diverged_at: int | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All groups, the base first, and the result of each other one.
+
+    Attributes:
+        steps: that all runs have, up to the one that was asked for; `compared` are the last of these.
+        noise_percent: deviation of the base's runs in the compared steps, relative to their mean; None for one run.
+    """
+
+    groups: tuple[Group, ...]
+    steps: tuple[int, ...]
+    compared: tuple[int, ...]
+    noise_percent: float | None
+    results: tuple[Result, ...]
+
+
+def read_groups(texts: Sequence[str], column: str | None) -> list[Group]:
+    """Read `[NAME=]PATH[,PATH...]` of each group: one run or several seeds. Without a name it has that of its path.
+
+    Raises:
+        ConfigError: a path has no curve, two groups have one name, or one run is named twice.
+        OSError: a path cannot be read.
+    """
+    groups = []
+    for text in texts:
+        name, equals, rest = text.partition("=")
+        is_named = equals and not Path(text.split(",")[0]).exists()  # a path that is there may have an equals sign
+        paths = (rest if is_named else text).split(",")
+        if "" in paths:
+            raise ConfigError(f"RUNS: expected [NAME=]PATH[,PATH...], got {text!r}. Write a path behind = and comma.")
+        curves = tuple(read_curve(Path(path), column) for path in paths)
+        groups.append(Group(name if is_named and name else paths[0], curves))
+    names = [group.name for group in groups]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"RUNS: expected a name of its own for each run, got {', '.join(names)}. Write NAME=PATH.")
+    runs = [(group.name, curve) for group in groups for curve in group.curves]
+    for (name, one), (other_name, other) in itertools.combinations(runs, 2):
+        is_copy = name == other_name and one.losses == other.losses
+        if is_copy or Path(one.name).resolve() == Path(other.name).resolve():
+            raise ConfigError(
+                f"{other_name}: expected a run of its own for each path, got {one.name} and {other.name}, which are "
+                "the same. A run is at parity with itself: name each once."
+            )
+    return groups
+
+
+def compare(groups: Sequence[Group], fraction: float, until: int | None = None) -> Comparison:
+    """Compare the mean loss over the last steps.
+
+    Args:
+        groups: the base, then the others.
+        fraction: share of the common steps, from the end, that is compared, at most 1; at least the last step is.
+        until: later steps do not count, nor that a run has them; None: runs that go on after the last common step, for
+            more than the interval between such steps, leave the verdict undecided.
+
+    Raises:
+        ConfigError: less than two groups, runs without a pair, too few steps in common, or a base that has diverged or
+            whose loss is not above 0.
+    """
+    if len(groups) < 2:
+        raise ConfigError(f"runs: expected a base and another, got {len(groups)}. Name both.")
+    common = set.intersection(*(set(curve.losses) for group in groups for curve in group.curves))
+    steps = tuple(sorted(step for step in common if until is None or step <= until))
+    if len(steps) < 2:
+        raise ConfigError(
+            f"runs: expected at least 2 steps that all have{'' if until is None else f' until {until}'}, got "
+            f"{len(steps)}. Log the same steps, and more of them (Trainer: a lower --logging_steps)."
+        )
+    compared = steps[-max(1, round(fraction * len(steps))) :]
+    latest = steps[-1] + statistics.median(after - before for before, after in itertools.pairwise(steps))
+    base, *others = groups
+    theirs = [_loss_of_base(curve, compared, until) for curve in base.curves]
+    results = []
+    for group in others:
+        if len(group.curves) != len(base.curves):
+            raise ConfigError(
+                f"{group.name}: expected {len(base.curves)} runs, one for each of {base.name}, got "
+                f"{len(group.curves)}. Runs are paired in the order they are named."
+            )
+        ours = [_mean_of(curve, compared) for curve in group.curves]
+        paired = Paired(tuple(100 * (mine / other - 1) for mine, other in zip(ours, theirs, strict=True)))
+        goes_on = any(max(curve.losses) > latest for curve in (*base.curves, *group.curves))
+        ends_early = goes_on and (until is None or until > latest)
+        diverged = min((s for curve in group.curves if (s := curve.diverged_at(until)) is not None), default=None)
+        verdict: Verdict = "worse" if diverged is not None else "undecided" if ends_early else paired.verdict()
+        numbers = (_mean(theirs), _mean(ours), paired.by_pair, paired.mean, paired.half_width)
+        results.append(Result(group.name, *numbers, verdict, ends_early, diverged))
+    noise = 100 * statistics.stdev(theirs) / _mean(theirs) if len(theirs) > 1 else None
+    return Comparison(tuple(groups), steps, compared, noise, tuple(results))
+
+
+def _mean(values: Sequence[float]) -> float:
+    """NaN where a value is not finite."""
+    return statistics.fmean(values) if all(map(math.isfinite, values)) else math.nan
+
+
+def _mean_of(curve: Curve, steps: Sequence[int]) -> float:
+    return _mean([curve.losses[step] for step in steps])
+
+
+def _loss_of_base(curve: Curve, steps: Sequence[int], until: int | None) -> float:
+    if (step := curve.diverged_at(until)) is not None:
+        raise ConfigError(
+            f"{curve.name}: expected a base with finite losses, got {curve.losses[step]} in step {step}: it has "
+            "diverged. Name another base, or compare the steps before by --until."
+        )
+    if (loss := _mean_of(curve, steps)) <= 0:
+        raise ConfigError(
+            f"{curve.name}: expected a base whose mean loss is above 0, got {loss:.6g}. Differences are relative to "
+            "it: name a --column of losses above 0."
+        )
+    return loss
+
+
+def describe(one: Result) -> str:
+    """One sentence for a person."""
+    told = f"{one.run}: {one.percent:+.3f} %"
+    if one.diverged_at is not None:
+        return f"{one.run}: diverged at step {one.diverged_at}: worse. Its loss is not finite there."
+    if one.ends_early:
+        return (
+            f"{told}: undecided. A run goes on where another has ended: let it go on too, or say by --until STEP that "
+            "the steps until there are meant."
+        )
+    if len(one.percent_by_pair) == 1:
+        return f"{told}, one pair: undecided. The noise between seeds is not known; two pairs or more have an interval."
+    low, high = one.percent - one.half_width, one.percent + one.half_width
+    bounds = f"mean at most {MEAN_BOUND} %, upper end at most {UPPER_BOUND} %"
+    interval = f"95 % interval {low:+.3f} to {high:+.3f} % of {len(one.percent_by_pair)} pairs"
+    return f"{told}, {interval}: {one.verdict} ({bounds})."
+
+
+def describe_all(found: Comparison) -> str:
+    """Lines about what was compared, each result, and the noise of the base."""
+    ends = [(group.name, sorted({max(curve.losses) for curve in group.curves})) for group in found.groups]
+    told = [
+        f"Compared: the mean loss of the last {len(found.compared)} of {len(found.steps)} common steps, "
+        f"{found.compared[0]} to {found.compared[-1]}; "
+        f"{', '.join(f'{name} ends at ' + ' and '.join(map(str, steps)) for name, steps in ends)}.",
+        *map(describe, found.results),
+    ]
+    if found.noise_percent is not None:
+        told.append(f"Deviation of {found.groups[0].name}'s runs: {found.noise_percent:.3f} %.")
+    return "\n".join(told)
+
+
+def as_data(found: Comparison) -> dict[str, Any]:
+    """For JSON; an interval that is not known is null, and so is what a diverged run makes of a number."""
+
+    def known(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return [*map(known, value)]
+        return finite_or_none(value) if isinstance(value, float) else value
+
+    return {
+        "base": found.groups[0].name,
+        "steps": len(found.steps),
+        "compared_steps": len(found.compared),
+        "from_step": found.compared[0],
+        "to_step": found.compared[-1],
+        "ends": {group.name: [max(curve.losses) for curve in group.curves] for group in found.groups},
+        "noise_percent": found.noise_percent,
+        "results": [{key: known(value) for key, value in vars(one).items()} for one in found.results],
+    }

@@ -1,0 +1,207 @@
+"""Stored moments: codes against searches, scales, ragged groups, and the way through a dense checkpoint and back."""
+
+import pytest
+import torch
+from support import MANY_SCALES, many_scales
+
+from fp8_ds.numerics.formats import E4M3, E4M4
+from fp8_ds.numerics.moments import (
+    GROUP,
+    NOISE_BITS,
+    TINY,
+    TINY_ROOT,
+    dequantize_m,
+    dequantize_root,
+    from_groups,
+    group_scale_inv,
+    num_groups,
+    quantize_m,
+    quantize_root,
+    to_groups,
+)
+from fp8_ds.numerics.rounding import moment_noise
+from fp8_ds.testing import assert_bitwise
+
+ROOT_TABLE = torch.cat(
+    [torch.arange(16) * 2.0**-10] + [(1 + torch.arange(16) / 16) * 2.0 ** (e - 7) for e in range(1, 16)]
+)
+"""Values of the 256 codes `eeeemmmm`, by definition."""
+M_TABLE = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+
+
+def nearest_even(x, table):
+    """Index of the nearest entry of a sorted table, ties to the even index."""
+    above = torch.searchsorted(table, x).clamp(1, len(table) - 1)
+    low, high = x - table[above - 1], table[above] - x
+    return above - ((low < high) | ((low == high) & (above % 2 == 1))).long()
+
+
+def significant_bits(x):
+    """Of a float32: 24 less the zeros at the end of its mantissa."""
+    mantissa = (x.view(torch.int32) & 0x7FFFFF) | 0x800000
+    return 24 - (mantissa & -mantissa).double().log2().long()
+
+
+def groups_of(family, num=64, seed=0):
+    return many_scales(family, num, GROUP, seed) * 1e-4
+
+
+def test_every_root_code_is_its_value_and_back():
+    codes = torch.arange(256, dtype=torch.uint8).view(2, GROUP)
+    scale_inv = torch.tensor([1.0, 3 * 2.0**-30])
+    values = dequantize_root(codes, scale_inv)
+    assert torch.equal(values[0], ROOT_TABLE[:GROUP])
+    assert torch.equal(values[1].double(), ROOT_TABLE[GROUP:].double() * scale_inv[1].double())
+    assert ROOT_TABLE.max() == E4M4.max and ROOT_TABLE[1] == E4M4.smallest_subnormal
+    values[0, -1] = values[1, -1] = E4M4.max  # so that both scales are 1
+    assert torch.equal(quantize_root(values[:1])[0][:, :-1], codes[:1, :-1])
+
+
+def test_roots_are_rounded_to_nearest_even():
+    middle = (ROOT_TABLE[1:] + ROOT_TABLE[:-1]) / 2
+    # Not nearer to the middle: the smallest values first lose what is below 2**-29 (they become subnormals of float32).
+    x = torch.cat([ROOT_TABLE, middle, middle * (1 + 2**-18), middle * (1 - 2**-18)])
+    x = torch.nn.functional.pad(x, (0, -len(x) % (GROUP - 1))).view(-1, GROUP - 1)
+    x = torch.cat([x, torch.full((len(x), 1), E4M4.max)], dim=1)
+    codes, scale_inv = quantize_root(x)
+    assert torch.equal(scale_inv, torch.ones(len(x)))
+    assert torch.equal(codes.long(), nearest_even(x, ROOT_TABLE))
+
+
+@pytest.mark.parametrize("family", MANY_SCALES)
+def test_codes_are_the_nearest_of_the_scaled_values(family):
+    x = groups_of(family)
+    codes, scale_inv = quantize_m(x)
+    table = M_TABLE[:0x7F]
+    scaled = x.double() / scale_inv[:, None].double()
+    distance = (dequantize_m(codes, torch.ones_like(scale_inv)).double() - scaled).abs()
+    best = (table[nearest_even(scaled.abs().float(), table)].double() - scaled.abs()).abs()
+    assert (distance <= best * (1 + 1e-6) + 1e-9).all()
+    assert torch.equal(codes >= 0x80, x.signbit())
+    root_codes, root_scale_inv = quantize_root(x.abs())
+    scaled = x.abs().double() / root_scale_inv[:, None].double()
+    distance = (ROOT_TABLE[root_codes.long()].double() - scaled).abs()
+    assert (distance <= (ROOT_TABLE[nearest_even(scaled.float(), ROOT_TABLE)].double() - scaled).abs() + 1e-4).all()
+
+
+@pytest.mark.parametrize("family", MANY_SCALES)
+def test_each_groups_largest_gets_the_largest_code(family):
+    x = groups_of(family)
+    largest = x.abs().argmax(1, keepdim=True)
+    assert ((quantize_m(x)[0].gather(1, largest) & 0x7F) == 0x7E).all()
+    assert (quantize_root(x.abs())[0].gather(1, largest) == 0xFF).all()
+
+
+def test_scales_have_19_bits_so_that_code_times_scale_is_exact():
+    amax = torch.exp2(torch.empty(20000).uniform_(-90, 90, generator=torch.Generator().manual_seed(0)))
+    for fmt in (E4M3, E4M4):
+        scale_inv = group_scale_inv(amax, fmt.max)
+        assert significant_bits(scale_inv).max() == 19
+        assert (scale_inv.double() * fmt.max / amax.double() - 1).abs().max() <= 2**-19 + 2**-24
+    codes = torch.arange(256, dtype=torch.uint8)
+    for scale in scale_inv[:500]:
+        exact = ROOT_TABLE.double() * scale.double()
+        assert torch.equal(dequantize_root(codes.view(2, GROUP), scale.expand(2)).double().view(-1), exact)
+        finite = codes[M_TABLE.isfinite()]
+        padded = torch.nn.functional.pad(finite, (0, 2)).view(2, GROUP)
+        exact = torch.nn.functional.pad(M_TABLE[finite.long()].double(), (0, 2)) * scale.double()
+        assert torch.equal(dequantize_m(padded, scale.expand(2)).double().view(-1), exact)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("family", MANY_SCALES)
+def test_dense_float32_gives_the_same_codes_and_scales(family, scale):
+    """What a checkpoint does: exp_avg = m, exp_avg_sq = root * root, and the root of it again."""
+    x = groups_of(family, num=256) * scale
+    codes, scale_inv = quantize_m(x)
+    again = quantize_m(dequantize_m(codes, scale_inv))
+    root_codes, root_scale_inv = quantize_root(x.abs())
+    exp_avg_sq = dequantize_root(root_codes, root_scale_inv).square()
+    root_again = quantize_root(exp_avg_sq.sqrt())
+    for got, expected in zip((*again, *root_again), (codes, scale_inv, root_codes, root_scale_inv), strict=True):
+        assert_bitwise(got, expected)
+
+
+def test_groups_of_zeros_stay_zeros_beside_others():
+    x = groups_of("per_row", num=4)
+    alone = x[[0, 2]]
+    x[[1, 3]] = 0
+    for quantize, dequantize, value in ((quantize_m, dequantize_m, x), (quantize_root, dequantize_root, x.abs())):
+        codes, scale_inv = quantize(value)
+        assert (codes[[1, 3]] == 0).all() and scale_inv[[1, 3]].tolist() == [0, 0]
+        assert (dequantize(codes, scale_inv)[[1, 3]] == 0).all()
+        expected_codes, expected_scales = quantize(alone if quantize is quantize_m else alone.abs())
+        assert_bitwise(codes[[0, 2]], expected_codes)
+        assert_bitwise(scale_inv[[0, 2]], expected_scales)
+
+
+def test_what_is_too_small_for_a_scale_is_stored_as_zeros_and_never_as_nan():
+    for quantize, dequantize, tiny in ((quantize_m, dequantize_m, TINY), (quantize_root, dequantize_root, TINY_ROOT)):
+        sizes = torch.tensor([1e-45, 1e-38, tiny / 2, tiny, tiny * 1024])
+        x = sizes[:, None] * torch.linspace(0.1, 1, GROUP)
+        codes, scale_inv = quantize(x)
+        assert (scale_inv > 0).tolist() == [False, False, False, True, True]
+        back = dequantize(codes, scale_inv)
+        assert back.isfinite().all() and (back[:3] == 0).all()
+        assert (back[3:] / x[3:] - 1).abs().max() < 2**-4
+
+
+def test_an_element_far_below_its_groups_largest_becomes_subnormal_then_zero():
+    sizes = torch.tensor([448.0, 2.0**-6, 2.0**-9, 1.5 * 2.0**-9, 2.0**-10, 2.0**-12, -(2.0**-9), -(2.0**-12)])
+    group = torch.zeros(1, GROUP)
+    group[0, : len(sizes)] = sizes
+    codes, scale_inv = quantize_m(group)
+    assert scale_inv.tolist() == [1.0]
+    assert codes[0, : len(sizes)].tolist() == [0x7E, 8, 1, 2, 0, 0, 0x81, 0x80]
+    group[0, : len(sizes)] = torch.tensor([496.0, 2.0**-6, 2.0**-10, 1.5 * 2.0**-10, 2.0**-11, 2.0**-13, 0, 0])
+    codes, scale_inv = quantize_root(group)
+    assert scale_inv.tolist() == [1.0]
+    assert codes[0, : len(sizes)].tolist() == [255, 16, 1, 2, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("beta1", [0.9, 0.95])
+def test_a_first_moment_without_gradients_fades_to_zero_however_large_its_neighbours_are(beta1):
+    """Far below the group's largest, too, where a step takes less than half a code."""
+    m = torch.zeros(1, GROUP)
+    m[0, 0], m[0, 1:121] = 448.0, (torch.arange(120) % 15 + 1) * 2.0**-9
+    m[0, 61:121] *= -1
+    first, sizes = m.clone(), []
+    for step in range(1, 301):
+        m = torch.cat([m[:, :1], m[:, 1:] * beta1], dim=1)
+        bits = moment_noise(0, step, 7, 0, GROUP, NOISE_BITS, m.device).view(1, GROUP)
+        m = dequantize_m(*quantize_m(m, bits))
+        sizes.append(float(m[0, 1:].abs().sum() / first[0, 1:].abs().sum()))
+    assert sizes[9] == pytest.approx(beta1**10, abs=0.05)
+    assert not m[0, 1:].any() and m[0, 0] == 448
+
+
+@pytest.mark.parametrize("start", [0, 1, 127, 128, 129, 1000])
+@pytest.mark.parametrize("numel", [1, 2, 127, 128, 129, 300])
+def test_ragged_ends_are_padded_with_zeros_and_come_back(start, numel):
+    x = many_scales("per_tile", 1, numel).flatten()
+    groups = to_groups(x, start)
+    head = start % GROUP
+    assert groups.shape == (num_groups(numel, start), GROUP)
+    assert num_groups(numel, start) == (start + numel - 1) // GROUP - start // GROUP + 1
+    flat = groups.flatten()
+    assert (flat[:head] == 0).all() and (flat[head + numel :] == 0).all()
+    assert_bitwise(from_groups(groups, numel, start), x)
+    from_groups(groups, numel, start).zero_()
+    assert (groups == 0).all()  # a view
+
+
+@pytest.mark.parametrize("cut", [128, 256, 640])
+def test_shards_cut_at_whole_groups_store_the_bytes_of_the_whole(cut):
+    x = many_scales("per_tile", 1, 701).flatten()
+    for quantize, value in ((quantize_m, x), (quantize_root, x.abs())):
+        whole = quantize(to_groups(value, 0))
+        parts = [quantize(to_groups(part, start)) for part, start in ((value[:cut], 0), (value[cut:], cut))]
+        for got, expected in zip(zip(*parts, strict=True), whole, strict=True):
+            assert_bitwise(torch.cat(got), expected)
+
+
+def test_a_short_tail_has_the_scale_of_its_own_elements():
+    x = torch.cat([torch.full((GROUP,), 100.0), torch.tensor([1e-3, 2e-3, -4e-3])])
+    codes, scale_inv = quantize_m(to_groups(x, 0))
+    assert scale_inv[1] < 1e-4 * scale_inv[0]
+    assert (from_groups(dequantize_m(codes, scale_inv), len(x), 0) / x - 1).abs().max() < 2**-18

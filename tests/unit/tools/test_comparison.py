@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fp8_ds.cli.app import app
+from fp8_ds.errors import ConfigError
+from fp8_ds.tools.compare.comparison import T_975, Group, Paired, as_data, compare, describe, describe_all, read_groups
+from fp8_ds.tools.compare.curves import Curve
+
+
+def curve(name: str, steps: Iterable[int], losses: Iterable[float]) -> Curve:
+    return Curve(name, dict(zip(steps, losses, strict=True)))
+
+
+def group(name: str, *levels: float) -> Group:
+    """Runs whose last ten of a hundred losses are one level each."""
+    return Group(name, tuple(curve(name, range(100), [9.0] * 90 + [level] * 10) for level in levels))
+
+
+def test_the_interval_is_students() -> None:
+    assert Paired((1.0, 2.0, 3.0)).half_width == pytest.approx(4.303 / math.sqrt(3))
+    assert Paired((1.0,)).half_width == math.inf and math.isnan(Paired((1.0, math.nan)).half_width)
+    many = Paired(tuple(map(float, range(99))))
+    assert many.half_width == pytest.approx(2.131 * statistics.stdev(range(99)) / math.sqrt(99))  # of 15 degrees
+
+
+def test_the_quantiles_are_students() -> None:
+    """The density, integrated from 0 to each of them, has 0.475 of the whole."""
+    for degrees, quantile in enumerate(T_975, 1):
+        scale = math.gamma((degrees + 1) / 2) / (math.sqrt(degrees * math.pi) * math.gamma(degrees / 2))
+        width = quantile / 2_000
+        middles = ((k + 0.5) * width for k in range(2_000))
+        area = sum(scale * (1 + x * x / degrees) ** (-(degrees + 1) / 2) * width for x in middles)
+        assert area == pytest.approx(0.475, abs=3e-5), degrees
+
+
+def test_a_mean_is_described_with_its_interval_where_there_is_one() -> None:
+    one = compare([group("base", 2.0), group("fp8", 2.002)], 0.1).results[0]
+    assert describe(one).startswith("fp8: +0.100 %, one pair: undecided.")
+    two = compare([group("base", 2.0, 4.0), group("fp8", 2.002, 4.012)], 0.1).results[0]
+    assert describe(two).startswith("fp8: +0.200 %, 95 % interval -1.071 to +1.471 % of 2 pairs: undecided (")
+
+
+@pytest.mark.parametrize(
+    ("percent", "verdict"),
+    [
+        ((0.05, 0.06, 0.04), "parity"),
+        ((-1.0, -1.1, -0.9), "parity"),  # better is fine
+        ((0.2, 0.21, 0.19), "worse"),
+        ((0.05, 0.4, -0.3), "undecided"),
+        ((0.0,), "undecided"),
+    ],
+)
+def test_verdicts(percent: tuple[float, ...], verdict: str) -> None:
+    assert Paired(percent).verdict() == verdict
+
+
+def test_runs_are_paired_in_order_and_the_end_is_compared() -> None:
+    found = compare([group("base", 2.0, 3.0), group("fp8", 2.002, 3.003)], 0.1)
+    assert found.results[0].percent_by_pair == pytest.approx((0.1, 0.1))
+    assert len(found.compared) == 10
+    assert found.noise_percent == pytest.approx(100 * math.sqrt(0.5) / 2.5)
+
+
+SHORT = curve("short", range(0, 50, 5), [1.0] * 10)
+LONG = curve("long", range(100), [1.0] * 50 + [5.0] * 50)
+
+
+def test_only_common_steps_count() -> None:
+    found = compare([Group("a", (SHORT,)), Group("b", (LONG,))], 0.3)
+    assert found.results[0].percent == 0.0
+    assert describe_all(found).startswith(
+        "Compared: the mean loss of the last 3 of 10 common steps, 35 to 45; a ends at 45, b ends at 99.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("end", "until", "verdict"),
+    [
+        (1000, None, "parity"),
+        (990, None, "parity"),  # one logging interval
+        (980, None, "undecided"),
+        (500, None, "undecided"),
+        (500, 500, "parity"),
+        (500, 509, "parity"),
+        (500, 700, "undecided"),
+    ],
+)
+def test_a_run_that_ended_early_is_no_parity_unless_that_part_is_meant(
+    end: int, until: int | None, verdict: str
+) -> None:
+    def runs(name: str, last: int) -> Group:
+        steps = tuple(range(0, last + 1, 10))
+        return Group(name, tuple(curve(name, steps, [level] * len(steps)) for level in (2.0, 3.0)))
+
+    for base, other in ((1000, end), (end, 1000)):
+        found = compare([runs("base", base), runs("fp8", other)], 0.1, until).results[0]
+        assert (found.verdict, found.ends_early) == (verdict, verdict == "undecided")
+        assert ("--until STEP" in describe(found)) == found.ends_early
+
+
+def test_other_groups_are_judged_by_the_steps_that_are_compared() -> None:
+    """The run that died leaves nothing but its own steps to all of them."""
+    steps = tuple(range(100))
+    whole, dead = (
+        tuple(curve(name, steps[:n], [level] * n) for level in (2.0, 3.0)) for name, n in (("whole", 100), ("dead", 50))
+    )
+    found = compare([Group("base", whole), Group("same", whole), Group("dead", dead)], 0.1)
+    assert [one.verdict for one in found.results] == ["undecided", "undecided"]
+    assert compare([Group("base", whole), Group("same", whole)], 0.1).results[0].verdict == "parity"
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected 2 runs, one for each of base, got 1"):
+        compare([group("base", 1.0, 1.0), group("other", 1.0)], 0.1)
+    with pytest.raises(ConfigError, match="expected a base and another, got 1"):
+        compare([group("base", 1.0)], 0.1)
+    apart = Group("apart", (curve("apart", (1000, 1001), (1.0, 1.0)),))
+    with pytest.raises(ConfigError, match="expected at least 2 steps that all have, got 0"):
+        compare([group("base", 1.0), apart], 0.1)
+
+
+@pytest.mark.parametrize("levels", [(-2.0, -3.0), (0.0, 0.0), (2.0, -3.0)])
+def test_a_base_that_is_not_above_0_is_refused_for_differences_are_relative_to_it(levels: tuple[float, ...]) -> None:
+    with pytest.raises(ConfigError, match="base: expected a base whose mean loss is above 0, got "):
+        compare([group("base", *levels), group("fp8", 1.0, 1.0)], 0.1)
+    assert compare([group("base", 1.0, 1.0), group("fp8", *levels)], 0.1).results[0].loss == sum(levels) / 2
+
+
+def diverged(name: str, step: int, value: float = math.nan) -> Curve:
+    return curve(name, range(100), [2.0] * step + [value] * (100 - step))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_run_that_diverged_is_worse_and_the_other_groups_are_judged(value: float) -> None:
+    base, same = group("base", 2.0, 2.5), group("same", 2.0, 2.5)
+    bad = Group("bad", (diverged("bad0", 97, value), diverged("bad1", 50, value)))
+    found = compare([base, bad, same], 0.1)
+    assert [one.verdict for one in found.results] == ["worse", "parity"]
+    assert describe(found.results[0]) == "bad: diverged at step 50: worse. Its loss is not finite there."
+    data = json.loads(json.dumps(as_data(found)), parse_constant=pytest.fail)["results"]
+    assert (data[0]["diverged_at"], data[0]["percent"], data[0]["half_width"], data[0]["loss"]) == (50, *[None] * 3)
+    assert data[1]["diverged_at"] is None and data[1]["percent"] == 0.0
+
+
+def test_a_run_is_whole_until_the_step_that_is_meant() -> None:
+    bad = Group("bad", (diverged("bad", 50),))
+    base = Group("base", (diverged("base", 100),))
+    assert compare([base, bad], 0.1, 49).results[0].diverged_at is None
+    assert compare([base, bad], 0.1, 50).results[0].diverged_at == 50
+    assert compare([bad, base], 0.1, 49).results[0].percent == 0.0
+    with pytest.raises(ConfigError, match="bad: expected a base with finite losses, got nan in step 50"):
+        compare([bad, base], 0.1)
+
+
+def write(folder: Path, name: str, level: float) -> str:
+    path = folder / f"{name}.csv"
+    path.write_text("step,loss\n" + "".join(f"{step},{level + 1 / (step + 1)}\n" for step in range(60)))
+    return str(path)
+
+
+def test_the_same_run_named_as_two_seeds_is_refused(tmp_path: Path) -> None:
+    one, copy, other = (write(tmp_path, name, level) for name, level in (("a", 2.0), ("copy", 2.0), ("b", 2.1)))
+    for text in (f"fp8={one},{one}", f"fp8={one},{other},{copy}"):
+        with pytest.raises(ConfigError, match=r"fp8: expected a run of its own for each path, got .*a\.csv and "):
+            read_groups([text], None)
+    assert len(read_groups([f"fp8={one},{other}"], None)[0].curves) == 2
+
+
+def test_a_run_is_called_by_its_path_or_by_what_stands_before_the_equals_sign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, folder in enumerate(("a", "lr=1", "lr=2")):
+        Path(folder).mkdir()
+        write(Path(folder), "log", 2.0 + number / 10)
+    found = read_groups(["a/log.csv", "lr=1/log.csv", "fp8=lr=2/log.csv"], None)
+    assert [one.name for one in found] == ["a/log.csv", "lr=1/log.csv", "fp8"]
+    with pytest.raises(ConfigError, match="expected a name of its own for each run, got fp8, fp8"):
+        read_groups(["fp8=a/log.csv", "fp8=lr=1/log.csv"], None)
+
+
+def test_a_file_in_two_runs_is_refused_by_whatever_path(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    one, other = write(tmp_path / "out", "one", 2.0), write(tmp_path, "other", 2.1)
+    link = tmp_path / "link.csv"
+    link.symlink_to(one)
+    for again in (one, str(tmp_path / "out"), str(tmp_path / "out/../out/one.csv"), str(link)):
+        result = CliRunner().invoke(app, ["compare", f"bf16={one},{other}", f"fp8={again},{other}", "--json"])
+        assert result.exit_code == 2
+        assert json.loads(result.output)["error"].startswith("fp8: expected a run of its own for each path, got ")
+    copies = [write(tmp_path, name, level) for name, level in (("copy", 2.0), ("other_copy", 2.1))]
+    runs = [f"bf16={one},{other}", f"fp8={','.join(copies)}"]
+    assert CliRunner().invoke(app, ["compare", *runs]).exit_code == 0  # of numbers alone nothing is known
+
+
+def test_the_command_answers_in_json_and_names_where_a_run_diverged(tmp_path: Path) -> None:
+    base = ",".join(write(tmp_path, f"base{i}", 2.0 + i / 10) for i in range(3))
+    same = ",".join(write(tmp_path, f"same{i}", 2.0 + i / 10 + 1e-4 * i) for i in range(3))
+    result = CliRunner().invoke(app, ["compare", f"bf16={base}", f"fp8={same}", "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.output)["results"][0]["verdict"] == "parity"
+    assert json.loads(result.output)["ends"] == {"bf16": [59] * 3, "fp8": [59] * 3}
+    bad, one = tmp_path / "bad.csv", write(tmp_path, "one", 2.0)
+    bad.write_text("step,loss\n" + "".join(f"{step},{'nan' if step > 40 else 2.0}\n" for step in range(60)))
+    result = CliRunner().invoke(app, ["compare", one, str(bad)])
+    assert result.exit_code == 1 and "bad.csv: diverged at step 41: worse." in result.stdout
+    assert CliRunner().invoke(app, ["compare", str(bad), one]).exit_code == 2
+    assert CliRunner().invoke(app, ["compare", str(bad), one, "--until", "40"]).exit_code == 1  # one pair
+
+
+def test_exit_codes(tmp_path: Path) -> None:
+    one, other = write(tmp_path, "one", 2.0), write(tmp_path, "other", 2.1)
+    result = CliRunner().invoke(app, ["compare", one, other])
+    assert result.exit_code == 1
+    assert f"last 6 of 60 common steps, 54 to 59; {one} ends at 59, {other} ends at 59." in result.stdout
+    assert CliRunner().invoke(app, ["compare", one, one + "," + one, "--until", "9"]).exit_code == 2
+    assert CliRunner().invoke(app, ["compare", one]).exit_code == 2
+    missing = CliRunner().invoke(app, ["compare", one, str(tmp_path / "no.csv"), "--json"])
+    assert missing.exit_code == 3 and "no.csv" in json.loads(missing.output)["error"]
