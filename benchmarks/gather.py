@@ -39,7 +39,7 @@ NUM_WARM, NUM_TIMED = 3, 15
 
 def worker(device: torch.device, scale: int) -> dict[str, Any]:
     """Times of every gather; what arrives is checked to be what was there."""
-    from fp8_ds.comm import gather_runs
+    from fp8_ds.comm.gather import gather_runs
     from fp8_ds.comm.layout import Run
 
     group = dist.group.WORLD
@@ -92,7 +92,7 @@ def zero3_gathers(device: torch.device, sizes: Sequence[int]) -> Iterator[tuple[
         os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
-    from fp8_ds.comm import ByteCounter
+    from fp8_ds.comm.counter import ByteCounter
     from fp8_ds.numerics.formats import E4M3
     from fp8_ds.scaling.granularity import OF_RECIPE
     from fp8_ds.zero.fetch import InFlight

@@ -25,8 +25,7 @@ _LAZY = {
     "SeamError": "fp8_ds.errors",
     "UnsupportedError": "fp8_ds.errors",
 }
-_MODULES = {name: f"fp8_ds.{name}" for name in ("attention", "errors", "monitor", "tp")}
-_MODULES["estimate"] = "fp8_ds.tools.estimate"
+_MODULES = ("attention", "errors", "monitor", "tools", "tp")
 """Of docs/api, imported when they are first named: `import fp8_ds` is enough for `fp8_ds.tp.parallelize`."""
 
 __all__ = [
@@ -49,7 +48,7 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     if name in _MODULES:
-        return import_module(_MODULES[name])
+        return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp8_ds.numerics.masters import MasterFormat
 from fp8_ds.ops.adamw import AdamShard
-from fp8_ds.optim.first import write_first, write_first_codes
+from fp8_ds.optim.master_init import write_first, write_first_codes
 from fp8_ds.optim.states import write_dense
 from fp8_ds.scaling.predicted import PredictedScales
 from fp8_ds.zero.split import SplitQuantizer, reduced_amaxes
@@ -59,7 +59,7 @@ class Fp8Weights:
 
         Args:
             shards: index -> what this rank holds of that weight.
-            seed: of the noise that bf16 numbers take (fp8_ds/optim/first.py).
+            seed: of the noise that bf16 numbers take (fp8_ds/optim/master_init.py).
         """
         device = self.scales.amax.device
         local = [(index, _initial(p).abs().max().view(1)) for index, p in enumerate(self.weights)]

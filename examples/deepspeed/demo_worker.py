@@ -14,7 +14,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from train import parse_args, train
 
-from fp8_ds.comm import count_collectives
+from fp8_ds.comm.counter import count_collectives
 
 
 def resident_weight_bytes(engine: Any) -> int:

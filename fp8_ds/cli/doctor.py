@@ -41,7 +41,7 @@ def doctor(
     """
     from fp8_ds.errors import ConfigError
     from fp8_ds.tools.doctor import diagnosis
-    from fp8_ds.tools.doctor.check_config import judge
+    from fp8_ds.tools.doctor.check_config import check_config
 
     with failures(as_json):
         for option, value in (("--script", script), ("--world", world)):
@@ -51,7 +51,7 @@ def doctor(
         found = diagnosis.checks()
         found += diagnosis.probes() if probe else []
         with argument("--script"):
-            verdict = None if block is None else judge(block, script, found, world)
+            verdict = None if block is None else check_config(block, script, found, world)
     missing = [check for check in found if check.status == "missing"]
     line = _WORDS[verdict.on] if verdict is not None else "All that FP8 training needs is here."
     if verdict is None and missing:

@@ -35,7 +35,7 @@ def patch_accelerate() -> None:
 def _exporting(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def get_state_dict(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        from fp8_ds.engine.cut_models import refuse_one_ranks_part
+        from fp8_ds.engine.tp_sharded_models import refuse_one_ranks_part
         from fp8_ds.zero.stage12 import Fp8ZeroStage12
 
         optimizer = getattr(model, "optimizer", None)

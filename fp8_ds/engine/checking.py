@@ -24,9 +24,9 @@ from fp8_ds.checkpoint.contents import read_data, read_structure
 from fp8_ds.checkpoint.folders import GLOBAL_STATE, MANIFEST, Manifest
 from fp8_ds.checkpoint.state import CHECKPOINT_KEY, FOLLOWING_KEY, wrong_entries
 from fp8_ds.checkpoint.universal import TENSORS
-from fp8_ds.engine.cut_models import is_cut, lacks_info
 from fp8_ds.engine.log import say
 from fp8_ds.engine.saving import all_do, host_of, layout, tell_all
+from fp8_ds.engine.tp_sharded_models import is_cut, lacks_info
 from fp8_ds.errors import CheckpointError, ConfigError
 
 _NUM_SHOWN = 3
@@ -230,7 +230,7 @@ def _damaged(path: Path, sizes: Mapping[str, int], manifest: Manifest | None, re
 
 def _wrong_state(load: Load, tag: str) -> list[str | ConfigError]:
     """List what is wrong with our state in the model files that this rank may load."""
-    engine, place, following = load.engine, (str(load.folder), tag), load.engine._fp8_following
+    engine, place, following = load.engine, (str(load.folder), tag), load.engine._fp8_step_callbacks
     if (context := engine.fp8 or engine._fp8_unused) is None:
         return []
     found: list[str | ConfigError] = []

@@ -23,11 +23,11 @@ from fp8_ds.checkpoint.state import (
     split_master_scales,
 )
 from fp8_ds.engine.checking import Load, checked
-from fp8_ds.engine.cut_models import is_cut, refuse_one_ranks_part, universal_info
-from fp8_ds.engine.following import Following
 from fp8_ds.engine.log import say
 from fp8_ds.engine.retyping import start_count_anew
 from fp8_ds.engine.saving import save_whole, tell_all
+from fp8_ds.engine.step_callbacks import StepCallbacks
+from fp8_ds.engine.tp_sharded_models import is_cut, refuse_one_ranks_part, universal_info
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.tp.autotp import as_plain_weights
 from fp8_ds.zero.context import Fp8Context
@@ -44,7 +44,7 @@ class Fp8Checkpoints:
 
     fp8: Fp8Context | None = None
     _fp8_unused: Fp8Context | None = None
-    _fp8_following: Following | None = None
+    _fp8_step_callbacks: StepCallbacks | None = None
 
     def save_checkpoint(
         self: Any,
@@ -79,9 +79,9 @@ class Fp8Checkpoints:
         if (context := self.fp8 or self._fp8_unused) is not None:
             frozen = [name for name, p in self.module.named_parameters() if not p.requires_grad]
             client_state[CHECKPOINT_KEY] = save_state(context, frozen if exclude_frozen_parameters else [])
-        if self._fp8_following is not None:
-            client_state[CHECKPOINT_KEY][FOLLOWING_KEY] = self._fp8_following.state_dict()
-            self._fp8_following.leave_out_evaluations(client_state[CHECKPOINT_KEY]["history"])
+        if self._fp8_step_callbacks is not None:
+            client_state[CHECKPOINT_KEY][FOLLOWING_KEY] = self._fp8_step_callbacks.state_dict()
+            self._fp8_step_callbacks.leave_out_evaluations(client_state[CHECKPOINT_KEY]["history"])
         if isinstance(self.optimizer, Fp8States):
             client_state[CHECKPOINT_KEY][LATE_KEY] = self.optimizer.fp8_flag.late()
             client_state[CHECKPOINT_KEY][BOUND_SUMS_KEY] = self.optimizer.fp8_bound_sums()
@@ -193,7 +193,7 @@ class Fp8Checkpoints:
             self.optimizer.fp8_flag.load(bool(state.get(LATE_KEY)))
             if load_optimizer_states:
                 self.optimizer.fp8_load_bound_sums(state.get(BOUND_SUMS_KEY, {}))
-        self._fp8_following.resume(None if load_module_only else state.get(FOLLOWING_KEY))
+        self._fp8_step_callbacks.resume(None if load_module_only else state.get(FOLLOWING_KEY))
 
     def load_module_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Stock load; FP8 weights also hand the loaded values to their masters, without an FP8 rounding between."""

@@ -14,15 +14,15 @@ from torch.utils.hooks import RemovableHandle
 from fp8_ds.engine import conversion, guards, leaves, retyping, rotary
 from fp8_ds.engine.checkpoints import BeforeStateDict, Fp8Checkpoints
 from fp8_ds.engine.flops_profile import Fp8FlopsProfiler
-from fp8_ds.engine.following import Following
 from fp8_ds.engine.log import say
 from fp8_ds.engine.precision import Request
 from fp8_ds.engine.rank_agreement import refuse_other_order
+from fp8_ds.engine.step_callbacks import StepCallbacks
 from fp8_ds.errors import ConfigError
 from fp8_ds.monitor.health import HealthMonitor, Listener
 from fp8_ds.nn.parameter import keep_values_in_hooks
 from fp8_ds.zero.module_hooks import leave_out_of_graphs
-from fp8_ds.zero.owners import share_readers
+from fp8_ds.zero.param_hooks import share_readers
 from fp8_ds.zero.stage12 import Fp8ZeroStage12
 
 RECOMPILE_LIMIT = 32
@@ -56,7 +56,7 @@ class Fp8Engine(Fp8Checkpoints):
             return build(optimizer)
         refuse_other_order(optimizer.param_groups, self.param_names, self.seq_data_parallel_group)
         conversion.leave_unoptimized(self.module, self.fp8, optimizer)
-        room = leaves.make_room(self)
+        room = leaves.raise_max_live_parameters(self)
         zero, host = retyping.build_zero(self, optimizer, build)
         if retyping.has_no_purpose(self):
             say("fp8: off for this engine: none of its linears is in FP8; it trains as stock bf16")
@@ -72,7 +72,7 @@ class Fp8Engine(Fp8Checkpoints):
         self._fp8_hooks: list[RemovableHandle] = []
         super().__init__(*args, **kwargs)
         if self.fp8 is not None:
-            self._fp8_following = Following(self)
+            self._fp8_step_callbacks = StepCallbacks(self)
             if self.flops_profiler_enabled():
                 self.flops_profiler.__class__ = Fp8FlopsProfiler
             for line in (leaves.hint_on_building(self), leaves.hint_on_live(self)):
@@ -83,7 +83,7 @@ class Fp8Engine(Fp8Checkpoints):
 
     def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         """Stock forward. Until the next step layers stay as they are, if a backward can follow."""
-        following = self._fp8_following if torch.is_grad_enabled() else None
+        following = self._fp8_step_callbacks if torch.is_grad_enabled() else None
         if following is not None:
             following.before_forward(self.module.training)
         keep_values_in_hooks()
@@ -94,11 +94,11 @@ class Fp8Engine(Fp8Checkpoints):
 
     def _take_model_step(self: Any, *args: Any, **kwargs: Any) -> None:
         """Stock step; then what follows it, by default nothing."""
-        if self._fp8_following is not None:
-            self._fp8_following.before_step()
+        if self._fp8_step_callbacks is not None:
+            self._fp8_step_callbacks.before_step()
         super()._take_model_step(*args, **kwargs)  # type: ignore[misc]
-        if self._fp8_following is not None:
-            self._fp8_following.after_step()
+        if self._fp8_step_callbacks is not None:
+            self._fp8_step_callbacks.after_step()
 
     def compile(self: Any, *args: Any, **kwargs: Any) -> None:
         """Stock `compile`, with rotary tables made once and no guards on what stays as it is; ZeRO-3's hooks are called
@@ -133,16 +133,16 @@ class Fp8Engine(Fp8Checkpoints):
             UnsupportedError: layers are tensor-parallel; or a rank is between a forward and the step that follows: on
                 all ranks, nothing has changed.
         """
-        if self._fp8_following is None:
+        if self._fp8_step_callbacks is None:
             raise ConfigError(
                 "set_layer_precision: expected an engine with layers in FP8, got none. Turn fp8.enabled on."
             )
-        layers: list[str] = self._fp8_following.set_layer_precision(names, precision)
+        layers: list[str] = self._fp8_step_callbacks.set_layer_precision(names, precision)
         return layers
 
     @property
     def _fp8_health(self: Any) -> HealthMonitor | None:
-        following = self._fp8_following
+        following = self._fp8_step_callbacks
         return None if following is None or following.health is None else following.health.monitor
 
     def add_fp8_listener(self: Any, listener: Listener) -> RemovableHandle:
@@ -199,8 +199,8 @@ class Fp8Engine(Fp8Checkpoints):
 
     def destroy(self: Any) -> None:
         """Stock, after the last report."""
-        if self._fp8_following is not None:
-            self._fp8_following.close()
+        if self._fp8_step_callbacks is not None:
+            self._fp8_step_callbacks.close()
         for hook in self._fp8_hooks:
             hook.remove()
         super().destroy()  # type: ignore[misc]

@@ -43,8 +43,8 @@ def initialize(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     if mine is None:
         _leave_to_stock(config, arguments)
         return stock(*args, **kwargs)
-    from fp8_ds.engine.cut_models import refuse_autotp_size
     from fp8_ds.engine.rank_agreement import start_alike
+    from fp8_ds.engine.tp_sharded_models import refuse_autotp_size
 
     start_alike(mine, arguments)
     refuse_autotp_size(config, arguments.get("mpu"))  # now ranks are counted, and have the same configuration
@@ -131,9 +131,9 @@ def _accept(config: dict[str, Any], arguments: Mapping[str, Any]) -> Start | Non
 def _refuse_model(fp8: Fp8Config, config: dict[str, Any], model: Any, mpu: Any, device: torch.device) -> None:
     """Raise an Fp8DsError, of this rank alone, if this model cannot be trained with this configuration."""
     from fp8_ds.config.ds_config import zero_stage
-    from fp8_ds.engine.cut_models import refuse_added_parameters, refuse_mpu, refuse_second_cut
     from fp8_ds.engine.liger_loss import check_chunks
     from fp8_ds.engine.refusals_model import refuse_model, refuse_wrapped
+    from fp8_ds.engine.tp_sharded_models import refuse_added_parameters, refuse_mpu, refuse_second_cut
 
     refuse_model(model, fp8.linear)
     refuse_wrapped(model, zero_stage(config))

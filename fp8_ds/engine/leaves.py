@@ -73,7 +73,7 @@ def hint_on_building(engine: Any) -> str | None:
     )
 
 
-def make_room(engine: Any) -> str | None:
+def raise_max_live_parameters(engine: Any) -> str | None:
     """Where the configuration has no bound on live weights, make it one that lets DeepSpeed prefetch every leaf.
 
     DeepSpeed's own of a thousand million leaves some out in silence; Llama-3-8B's head and embedding, which Liger's

@@ -45,7 +45,7 @@ class _Constant(IntEnum):
     ZERO = 11
 
 
-class Recent(Generic[K, V]):
+class StepCache(Generic[K, V]):
     """Values by key, of sets of shards: buckets mostly are what they were in the last step.
 
     One that was not asked for in four steps is gone, or memory would grow where layers are dropped at random. One that
@@ -117,7 +117,7 @@ class AdamCore:
         self._constants = self._digest = torch.zeros(0, dtype=torch.float32)
         self._no_skip = torch.zeros((), dtype=torch.int32, device=device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
-        self._prepared: Recent[tuple[int, ...], AdamStep] = Recent()
+        self._prepared: StepCache[tuple[int, ...], AdamStep] = StepCache()
         self._weight_rows = torch.zeros(self.scales.num, dtype=torch.long, device=device)
         self.weight_moves = torch.ones(self.scales.num, dtype=torch.bool, device=device)
         for shard in self.shards:

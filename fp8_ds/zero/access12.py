@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8_ds.comm import gather_runs
+from fp8_ds.comm.gather import gather_runs
 from fp8_ds.nn.payload import Fp8Payload
-from fp8_ds.optim.written import CHANCE
+from fp8_ds.optim.user_writes import CHANCE
 from fp8_ds.zero.sharded import same_bits
 
 

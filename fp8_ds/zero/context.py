@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from fp8_ds.comm import ByteCounter
+from fp8_ds.comm.counter import ByteCounter
 from fp8_ds.config import Fp8Config
 from fp8_ds.nn.convert import Plan
 from fp8_ds.scaling.delayed import AmaxHistory

@@ -1,4 +1,4 @@
-"""KindBuffer: the compact buffer of one kind in ZeRO-1 and 2, laid out as layout.py says, and its gather."""
+"""CompactBuffer: the compact buffer of one kind in ZeRO-1 and 2, laid out as layout.py says, and its gather."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8_ds.comm import gather_runs
+from fp8_ds.comm.gather import gather_runs
 from fp8_ds.comm.layout import CompactLayout, compact_layout
 from fp8_ds.numerics.formats import E4M3
 
@@ -26,7 +26,7 @@ def pieces_of(flat: Tensor, places: Sequence[tuple[int, int]]) -> list[Tensor]:
     return list(flat.split([*sizes, flat.numel() - end]))[1:-1:2]
 
 
-class KindBuffer:
+class CompactBuffer:
     """The compact buffer of one kind (FP8 or bf16) in one parameter group, and this rank's fragments in it (`own`)."""
 
     def __init__(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fp8_ds.errors import ConfigError
 from fp8_ds.ops.adamw import StepInputs
-from fp8_ds.optim.core import AdamCore, Recent
+from fp8_ds.optim.core import AdamCore, StepCache
 from fp8_ds.scaling.delayed import AmaxHistory
 from fp8_ds.zero.hyperparameter_check import HyperparameterCheck
 from fp8_ds.zero.norm import clip_factor
@@ -83,7 +83,7 @@ class ReleaseUpdater:
         self._inputs: StepInputs | None = None
         self._expected: set[str] = set()
         self._square_sum = torch.zeros((), dtype=torch.float32, device=device)
-        self._indices: Recent[tuple[str, ...], Tensor] = Recent()
+        self._indices: StepCache[tuple[str, ...], Tensor] = StepCache()
         self.last_norm = torch.zeros((), dtype=torch.float32, device=device)
         """Global norm of the last step without infinities and NaN."""
 

@@ -18,12 +18,14 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 
-from fp8_ds.comm import ByteCounter, grouped, max_reduce
+from fp8_ds.comm import grouped
+from fp8_ds.comm.counter import ByteCounter
+from fp8_ds.comm.logged import max_reduce
 from fp8_ds.nn.parameter import Fp8Parameter
 from fp8_ds.nn.payload import Fp8Payload
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.zero.fetch import Fetch, InFlight
-from fp8_ds.zero.owners import ParamHooks, StockParamHooks, hand_on, hooks_of
+from fp8_ds.zero.param_hooks import ParamHooks, StockParamHooks, hand_on, hooks_of
 from fp8_ds.zero.weights import WeightQuantizer
 
 

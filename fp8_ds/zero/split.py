@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8_ds.comm import max_reduce
+from fp8_ds.comm.logged import max_reduce
 from fp8_ds.numerics.masters import MasterFormat, encode
 from fp8_ds.optim.states import CHUNK
 from fp8_ds.scaling.granularity import TENSOR

@@ -26,7 +26,7 @@ from fp8_ds.numerics.formats import E4M3
 from fp8_ds.scaling.granularity import Granularity
 from fp8_ds.zero.access12 import Fp8AccessStage12, Written, write_through
 from fp8_ds.zero.context import Fp8Context
-from fp8_ds.zero.kind_buffer import KindBuffer
+from fp8_ds.zero.kind_buffer import CompactBuffer
 from fp8_ds.zero.offload import offload_weights, reload_weights, split_lp_params
 from fp8_ds.zero.weights import Part, WeightQuantizer
 
@@ -58,9 +58,9 @@ class Fp8ZeroStage12(Fp8AccessStage12):
         owned = OwnedGroups(self.bit16_groups_flat)
         owned.owner = weakref.ref(self)
         self.bit16_groups_flat = owned
-        self._fp8_kinds: list[KindBuffer] = []
-        self._hp_kinds: list[KindBuffer] = []
-        self._fp8_bf16_kinds: list[KindBuffer] = []
+        self._fp8_kinds: list[CompactBuffer] = []
+        self._hp_kinds: list[CompactBuffer] = []
+        self._fp8_bf16_kinds: list[CompactBuffer] = []
         first = 0
         for i in range(len(self.bit16_groups)):
             first += self._fp8_init_group(i, names, first)
@@ -80,7 +80,7 @@ class Fp8ZeroStage12(Fp8AccessStage12):
         fp8 = {id(p) for p in context.trainable.values()}
         return [p for group in self.round_robin_bit16_groups for p in group if id(p) in fp8]
 
-    def _fp8_fill_group(self: Any, i: int, flat: Tensor | None, fp8: KindBuffer, hp: KindBuffer) -> None:
+    def _fp8_fill_group(self: Any, i: int, flat: Tensor | None, fp8: CompactBuffer, hp: CompactBuffer) -> None:
         """Encode the masters of group `i` from its bf16 weights, where masters are split; else nothing."""
 
     def _fp8_init_group(self: Any, i: int, names: dict[int, str], first: int) -> int:
@@ -118,12 +118,12 @@ class Fp8ZeroStage12(Fp8AccessStage12):
 
     def _fp8_make_kind(
         self: Any, i: int, chosen: Sequence[bool], dtype: torch.dtype, device: torch.device
-    ) -> KindBuffer:
+    ) -> CompactBuffer:
         """An empty buffer for the `chosen` parameters of group `i`, which is in flat order."""
         places = zip(self.round_robin_bit16_groups[i], _flat_offsets(self, i), chosen, strict=True)
         found = [(p, start) for p, start, is_chosen in places if is_chosen]
         size, group = int(self.partition_size[i]), self.real_dp_process_group[i]
-        return KindBuffer([p for p, _ in found], [start for _, start in found], size, group, dtype, device)
+        return CompactBuffer([p for p, _ in found], [start for _, start in found], size, group, dtype, device)
 
     def _fp8_set_shards(self: Any) -> None:
         """Tell the quantiser which master elements this rank quantises into which bytes."""
@@ -213,7 +213,7 @@ class Fp8ZeroStage12(Fp8AccessStage12):
         num = len(self._fp8_bf16_kinds[i].params) if self._fp8_bf16_kinds else 0
         return 0 < num == len(self._fp8_kinds[i].params)
 
-    def _fp8_fill_bf16(self: Any, i: int, bf16: KindBuffer) -> None:
+    def _fp8_fill_bf16(self: Any, i: int, bf16: CompactBuffer) -> None:
         bf16.copy_own(self.single_partition_of_fp32_groups[i].detach())
 
     def step(self: Any, closure: Any = None) -> None:

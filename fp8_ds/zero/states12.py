@@ -19,11 +19,11 @@ from fp8_ds.numerics.masters import BF16_8
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.adamw import weight_id
 from fp8_ds.optim.core import AdamCore
-from fp8_ds.optim.first import write_first, write_first_codes
+from fp8_ds.optim.master_init import write_first, write_first_codes
 from fp8_ds.optim.states import MOMENTS, Flat, Piece, allocate_lo, read_dense, write_dense
-from fp8_ds.optim.written import overwrite, write_low
+from fp8_ds.optim.user_writes import overwrite, write_low
 from fp8_ds.zero.context import Fp8Context
-from fp8_ds.zero.kind_buffer import KindBuffer
+from fp8_ds.zero.kind_buffer import CompactBuffer
 from fp8_ds.zero.norm import clip_factor, global_norm, overflow_flag
 from fp8_ds.zero.split import virtual_flat
 from fp8_ds.zero.stage12 import Fp8ZeroStage12
@@ -74,7 +74,7 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
                 before.shard.hi = piece.shard.hi
         self.optimizer.core.moved()
 
-    def _fp8_fill_group(self: Any, i: int, flat: Tensor | None, fp8: KindBuffer, hp: KindBuffer) -> None:
+    def _fp8_fill_group(self: Any, i: int, flat: Tensor | None, fp8: CompactBuffer, hp: CompactBuffer) -> None:
         """Encode this rank's fragments of group `i` from `flat` (bf16), and all bytes of its FP8 weights."""
         assert flat is not None
         first = sum(len(kind.params) for kind in self._fp8_kinds)
@@ -95,7 +95,7 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         self.single_partition_of_fp32_groups[i] = virtual
         self.optimizer.param_groups[i]["params"] = [virtual]
 
-    def _fp8_pieces(self: Any, i: int, fp8: KindBuffer, hp: KindBuffer, first: int) -> list[Piece]:
+    def _fp8_pieces(self: Any, i: int, fp8: CompactBuffer, hp: CompactBuffer, first: int) -> list[Piece]:
         """Shards of group `i` without low parts and moments, in the order of the partition."""
         pieces = []
         for kind in (fp8, hp):
@@ -195,7 +195,7 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
             self._fp8.counter.end_step()
             self._fp8_overwritten.clear()
 
-    def _fp8_fill_bf16(self: Any, i: int, bf16: KindBuffer) -> None:
+    def _fp8_fill_bf16(self: Any, i: int, bf16: CompactBuffer) -> None:
         own = {self._fp8_names[id(bf16.params[f.index])]: f for f in bf16.own}
         for piece in self._fp8_flats[i].pieces:
             f = own.get(piece.shard.name)

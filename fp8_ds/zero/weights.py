@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8_ds.comm import ByteCounter, max_reduce
+from fp8_ds.comm.counter import ByteCounter
+from fp8_ds.comm.logged import max_reduce
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.ops.quantize import quantize, quantize_part
 from fp8_ds.ops.quantize.parts import CastPart, PartsCast

@@ -9,7 +9,8 @@ import pytest
 import torch
 import training
 
-from fp8_ds.comm import count_collectives, grouped
+from fp8_ds.comm import grouped
+from fp8_ds.comm.counter import count_collectives
 
 pytestmark = pytest.mark.distributed
 

@@ -122,7 +122,7 @@ def of_another_run(folder: str, stage: int, master: str) -> list[tuple[Any, ...]
     writer = base.build(stage, fp8)
     training.train(writer, 3)
     writer.set_layer_precision(["blocks.0.up"], "bf16")
-    writer._fp8_following._send_to_bf16(["blocks.1.up"])
+    writer._fp8_step_callbacks._send_to_bf16(["blocks.1.up"])
     writer.save_checkpoint(folder)
     training.destroy(writer)
     found = []

@@ -17,7 +17,7 @@ from megatron_training import Layout
 from support.ranks import RankError, RankPool
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8_ds.comm import count_collectives
+from fp8_ds.comm.counter import count_collectives
 from fp8_ds.testing import sqnr_db
 
 pytestmark = pytest.mark.distributed

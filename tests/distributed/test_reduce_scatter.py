@@ -13,8 +13,8 @@ import training
 from support.inputs import many_scales
 from torch import Tensor
 
-from fp8_ds.comm import count_collectives
 from fp8_ds.comm import reduce_scatter as module
+from fp8_ds.comm.counter import count_collectives
 from fp8_ds.comm.reduce_scatter import (
     GROUP,
     block_bytes,

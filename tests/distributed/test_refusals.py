@@ -34,7 +34,7 @@ def refused(config: dict[str, Any], model: nn.Module) -> tuple[str, str, int]:
     import deepspeed
 
     import fp8_ds
-    from fp8_ds.comm import count_collectives
+    from fp8_ds.comm.counter import count_collectives
 
     with count_collectives() as count:
         try:

@@ -15,7 +15,7 @@ import training
 from support.ranks import RankError
 from torch import Tensor, nn
 
-from fp8_ds.comm import count_collectives
+from fp8_ds.comm.counter import count_collectives
 from fp8_ds.config import LinearConfig, TensorParallelConfig
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.nn.convert import apply_plan, make_plan

@@ -17,7 +17,7 @@ import training
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8_ds.comm import count_collectives
+from fp8_ds.comm.counter import count_collectives
 from fp8_ds.config import ActivationsConfig, TensorParallelConfig
 from fp8_ds.nn.producers import fuse_producers
 from fp8_ds.testing import assert_bitwise, sqnr_db

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8_ds.comm import gather, gather_runs, reduce_scatter
+from fp8_ds.comm import gather, reduce_scatter
+from fp8_ds.comm.gather import gather_runs
 from fp8_ds.comm.layout import Run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

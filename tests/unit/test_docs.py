@@ -25,7 +25,7 @@ from fp8_ds.cli.app import app
 from fp8_ds.config import Fp8Config
 from fp8_ds.engine.refusals import refuse_config
 from fp8_ds.tools.doctor import diagnosis
-from fp8_ds.tools.doctor.check_config import judge
+from fp8_ds.tools.doctor.check_config import check_config
 from fp8_ds.tools.doctor.diagnosis import Check
 
 ROOT = Path(__file__).parents[2]
@@ -97,7 +97,7 @@ def test_whole_configurations_would_start(page: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(diagnosis, "autoload_check", lambda: Check("autoload", "optional", "off"))
     for text in fenced(page, "json"):
         if text.lstrip().startswith("{"):
-            verdict = judge(json.loads(text))
+            verdict = check_config(json.loads(text))
             assert verdict.on == "if", verdict.reasons
             optimizer = json.loads(text).get("optimizer", {})
             is_adam = str(optimizer.get("type")).lower() in ("adam", "adamw")

@@ -42,7 +42,7 @@ class Verdict:
     remedies: tuple[str, ...] = ()
 
 
-def judge(
+def check_config(
     config: Mapping[str, Any], script: Path | None = None, found: Sequence[Check] = (), world: int | None = None
 ) -> Verdict:
     """Whether `deepspeed SCRIPT` with this configuration would train in FP8, here.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fp8_ds.comm import ByteCounter, gather_method, gathered_bytes
+from fp8_ds.comm.counter import ByteCounter
+from fp8_ds.comm.gather import gather_method, gathered_bytes
 from fp8_ds.comm.layout import Run
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from fp8_ds.engine.initialize import refuse_misplaced_block
 from fp8_ds.errors import ConfigError
-from fp8_ds.tools.doctor.check_config import judge
+from fp8_ds.tools.doctor.check_config import check_config
 
 ON = {"enabled": True}
 
@@ -24,7 +24,7 @@ def test_a_block_that_deepspeed_would_pass_over_is_named(config: dict[str, Any],
     with pytest.raises(ConfigError, match=r'expected "fp8" at the top level') as caught:
         refuse_misplaced_block(config)
     assert found in str(caught.value)
-    assert judge(config).on == "no" and any(found in reason for reason in judge(config).reasons)
+    assert check_config(config).on == "no" and any(found in reason for reason in check_config(config).reasons)
 
 
 @pytest.mark.parametrize("config", [{}, {"fp8": ON}, {"fp8": ON, "FP8": ON}, {"bf16": ON, "steps_per_print": 1}])

@@ -11,7 +11,7 @@ import torch
 from fp8_ds.engine import initialize as starting
 from fp8_ds.errors import Fp8DsError
 from fp8_ds.tools.doctor import diagnosis
-from fp8_ds.tools.doctor.check_config import judge
+from fp8_ds.tools.doctor.check_config import check_config
 from fp8_ds.tools.doctor.diagnosis import Check
 
 if torch.cuda.is_available():
@@ -82,7 +82,7 @@ def test_what_a_start_refuses_is_off(
     config = {**STOCK, **more, "fp8": {"enabled": True, **fp8}}
     with pytest.raises(Fp8DsError) as caught:
         starts(config, monkeypatch)
-    verdict = judge(config, script)
+    verdict = check_config(config, script)
     assert verdict.on == "no" and word in str(caught.value)
     ours = [reason for reason in verdict.reasons if not reason.startswith("DeepSpeed refuses it")]
     assert any(word in reason for reason in ours)
@@ -92,7 +92,7 @@ def test_what_a_start_refuses_is_off(
 
 def test_each_refusal_is_a_reason_with_its_remedy(script: Path) -> None:
     config = {**STOCK, "fp16": {"enabled": True}, "zero_optimization": {"stage": 0}, "fp8": {"enabled": True}}
-    verdict = judge(config, script)
+    verdict = check_config(config, script)
     assert verdict.reasons[0].startswith("DeepSpeed refuses it at start: ")
     assert [reason.split(": ")[1] for reason in verdict.reasons[1:]] == ["zero_optimization.stage", "fp16.enabled"]
     assert ["zero_optimization" in verdict.remedies[0], "bf16" in verdict.remedies[1]] == [True, True]
@@ -116,31 +116,31 @@ def test_what_starts_is_on(
     monkeypatch: pytest.MonkeyPatch, script: Path, fp8: dict[str, Any], more: dict[str, Any]
 ) -> None:
     config = {**STOCK, **more, "fp8": {"enabled": True, **fp8}}
-    assert starts(config, monkeypatch) and judge(config, script).on == "yes"
+    assert starts(config, monkeypatch) and check_config(config, script).on == "yes"
 
 
 @pytest.mark.parametrize("block", [None, {"enabled": False}])
 def test_what_starts_in_bf16_is_off(monkeypatch: pytest.MonkeyPatch, script: Path, block: Any) -> None:
     config = {**STOCK, "fp8": block}
-    assert not starts(config, monkeypatch) and judge(config, script).on == "no"
+    assert not starts(config, monkeypatch) and check_config(config, script).on == "no"
 
 
 def test_a_schedule_that_leaves_no_step_in_fp8_is_off(script: Path) -> None:
     schedule = {"bf16_until_step": 60, "bf16_last_fraction": 0.5, "total_steps": 100}
-    verdict = judge({**STOCK, "fp8": {"enabled": True, "schedule": schedule}}, script)
+    verdict = check_config({**STOCK, "fp8": {"enabled": True, "schedule": schedule}}, script)
     assert verdict.on == "no" and "every layer into bf16 in every step" in verdict.reasons[0]
     for more in ({"bf16_until_step": 49}, {"layers": {"up": "fp8"}}):
-        assert judge({**STOCK, "fp8": {"enabled": True, "schedule": schedule | more}}, script).on == "yes"
+        assert check_config({**STOCK, "fp8": {"enabled": True, "schedule": schedule | more}}, script).on == "yes"
 
 
 @pytest.mark.parametrize("name", ["torch", "deepspeed", "seams", "triton"])
 def test_a_run_that_lacks_what_all_runs_need_is_off(script: Path, name: str) -> None:
     found = [Check("python", "ok", "3.12"), Check(name, "missing", "not there", "pip install it")]
-    verdict = judge({**STOCK, "fp8": {"enabled": True}}, script, found)
+    verdict = check_config({**STOCK, "fp8": {"enabled": True}}, script, found)
     assert verdict.on == "no" and verdict.reasons == (f"{name}: not there.",)
     assert verdict.remedies == (f"{name}: pip install it.",)
     without_gpu = [Check("GPU", "missing", "none"), Check("CUDA", "missing", "a CPU build")]
-    assert judge({**STOCK, "fp8": {"enabled": True}}, script, without_gpu).on == "yes"
+    assert check_config({**STOCK, "fp8": {"enabled": True}}, script, without_gpu).on == "yes"
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_run_that_lacks_what_all_runs_need_is_off(script: Path, name: str) -> 
 def test_an_import_is_searched_in_the_text_and_none_is_said(tmp_path: Path, source: str, on: str) -> None:
     path = tmp_path / "train.py"
     path.write_text(source)
-    verdict = judge({**STOCK, "fp8": {"enabled": True}}, path)
+    verdict = check_config({**STOCK, "fp8": {"enabled": True}}, path)
     assert verdict.on == on
     assert any(f"no import of fp8_ds was found in {path}" in reason for reason in verdict.reasons) == (on == "no")
 
@@ -184,7 +184,7 @@ def test_without_a_batch_size_it_is_off_for_deepspeed_does_not_start(
     script: Path, sizes: dict[str, Any], on: str, world: int | None
 ) -> None:
     config = {name: value for name, value in STOCK.items() if name != "train_micro_batch_size_per_gpu"}
-    verdict = judge({**config, **sizes, "fp8": {"enabled": True}}, script, world=world)
+    verdict = check_config({**config, **sizes, "fp8": {"enabled": True}}, script, world=world)
     assert verdict.on == on
     assert any("needs to be provided" in reason for reason in verdict.reasons) == (on == "no")
 
@@ -208,43 +208,43 @@ def test_without_a_batch_size_it_is_off_for_deepspeed_does_not_start(
 def test_what_deepspeed_cannot_start_with_is_off(
     script: Path, changes: dict[str, Any], reason: str, world: int | None
 ) -> None:
-    verdict = judge({**STOCK, **changes, "fp8": {"enabled": True}}, script, world=world)
+    verdict = check_config({**STOCK, **changes, "fp8": {"enabled": True}}, script, world=world)
     assert verdict.on == "no" and verdict.reasons[0].startswith("DeepSpeed refuses it at start: ")
     assert reason in verdict.reasons[0]
 
 
 def test_bf16_that_trainer_fills_in_is_on_and_said(script: Path) -> None:
     config = {**STOCK, "fp8": {"enabled": True}}
-    assert not any("auto" in reason for reason in judge(config, script).reasons)
-    verdict = judge({**config, "bf16": {"enabled": "auto"}}, script)
+    assert not any("auto" in reason for reason in check_config(config, script).reasons)
+    verdict = check_config({**config, "bf16": {"enabled": "auto"}}, script)
     assert verdict.on == "yes" and any("bf16 by `--bf16 true`" in reason for reason in verdict.reasons)
-    assert judge({**config, "bf16": {"enabled": False}}, script).on == "no"
+    assert check_config({**config, "bf16": {"enabled": False}}, script).on == "no"
 
 
 def test_numbers_that_somebody_has_to_fill_in_are_said_to_be_there(script: Path) -> None:
     params = {"lr": "auto", "betas": "auto", "eps": 1e-8}
     scheduler = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}
     config = {**STOCK, **scheduler, "optimizer": {"type": "AdamW", "params": params}, "fp8": {"enabled": True}}
-    verdict = judge(config, script)
+    verdict = check_config(config, script)
     assert verdict.on == "yes" and any(reason.startswith('"auto" is filled in') for reason in verdict.reasons)
 
 
 @pytest.mark.parametrize("kind", ["Adam", "adamw", "Adagrad", "Lion", "Muon", None])
 def test_an_optimizer_that_deepspeed_has_tested_with_zero_is_on(script: Path, kind: str | None) -> None:
-    assert judge({**STOCK, "optimizer": {"type": kind}, "fp8": {"enabled": True}}, script).on == "yes"
+    assert check_config({**STOCK, "optimizer": {"type": kind}, "fp8": {"enabled": True}}, script).on == "yes"
 
 
 def test_one_that_it_has_not_is_on_where_the_configuration_allows_it(script: Path) -> None:
     config = {**STOCK, "optimizer": {"type": "SGD"}, "zero_allow_untested_optimizer": True, "fp8": {"enabled": True}}
-    assert judge(config, script).on == "yes"
+    assert check_config(config, script).on == "yes"
 
 
 def test_ranks_that_do_not_fit_turn_it_off(script: Path) -> None:
     config = {**STOCK, "fp8": {"enabled": True}, "train_batch_size": 12, "gradient_accumulation_steps": 3}
-    assert judge(config, script, world=4).on == judge(config, script).on == "yes"
-    assert judge(config, script, world=8).on == "no"
-    assert judge({**config, "train_batch_size": "auto"}, script, world=8).on == "yes"
+    assert check_config(config, script, world=4).on == check_config(config, script).on == "yes"
+    assert check_config(config, script, world=8).on == "no"
+    assert check_config({**config, "train_batch_size": "auto"}, script, world=8).on == "yes"
 
 
 def test_a_block_of_another_name_is_a_reason() -> None:
-    assert judge({**STOCK, "msamp": {"enabled": True}}).reasons[0].startswith("msamp: ")
+    assert check_config({**STOCK, "msamp": {"enabled": True}}).reasons[0].startswith("msamp: ")

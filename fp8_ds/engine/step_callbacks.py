@@ -22,7 +22,7 @@ _NUM_SKIPPED = 3
 """Steps skipped one after another that are told; now and then one is skipped in a healthy run."""
 
 
-class Following:
+class StepCallbacks:
     """Of one engine, which calls it after each step.
 
     Args:
