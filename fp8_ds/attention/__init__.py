@@ -39,24 +39,24 @@ def attention(
     bias: Tensor | None = None,
     context_parallel_size: int = 1,
 ) -> Tensor:
-    """`softmax(q k^T * softmax_scale + mask) v`, differentiable; gradients are those of that backend.
+    """Compute `softmax(q k^T * softmax_scale + mask) v`, differentiably; the gradients are those of the backend.
 
     Args:
         q: bf16 or fp16 [batch, sequence, heads, dim], or packed [tokens, heads, dim]. The last dim is dense; the others
             may have any strides: Megatron's [sequence, batch, heads, dim] comes in as `q.transpose(0, 1)`,
             transformers' [batch, heads, sequence, dim] as `q.transpose(1, 2)`, without a copy. The emulated and
             reference backends take float32 and float64 too.
-        k, v: the same with heads that divide q's (grouped queries), and a sequence of any length.
+        k, v: the same, with a number of heads that divides q's (grouped queries) and a sequence of any length.
         backend: one of BACKENDS.
-        causal: a query sees no key behind it; the last query is level with the last key.
-        window: (left, right), keys seen before and behind the own place, -1 for all; with causal, right is 0.
-        softmax_scale: None: dim ** -0.5.
-        packing: of packed sequences; the last one ends where the tokens end.
-        hadamard: rotates q and k before they go into FP8; backends fa3_fp8 and fa3_fp8_emulated, dim a power of two.
-        dropout, bias, context_parallel_size: refused, by name, unless they are as by default.
+        causal: whether a query sees no key after it; the last query is aligned with the last key.
+        window: (left, right), numbers of keys seen before and after a query, -1 for all; with causal, right is 0.
+        softmax_scale: factor of the scores; None: dim ** -0.5.
+        packing: bounds of packed sequences; the last one ends where the tokens end.
+        hadamard: whether q and k are rotated before FP8; for fa3_fp8 and fa3_fp8_emulated, dim a power of two.
+        dropout, bias, context_parallel_size: refused unless they have their defaults.
 
     Returns:
-        Of q's shape and dtype.
+        Tensor of q's shape and dtype.
 
     Raises:
         UnsupportedError: a backend that is not installed or does not run on this device, with the command that
@@ -81,7 +81,7 @@ def attention(
 
 
 def require_backend(backend: Backend, device: torch.device) -> None:
-    """Raise UnsupportedError where the backend cannot run on the device or is not installed, with the command."""
+    """Raise UnsupportedError, with the install command, if the backend is missing or cannot run on the device."""
     if backend not in BACKENDS:
         raise UnsupportedError(
             f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}. Use one of these, or call torch's "
@@ -98,7 +98,7 @@ def require_backend(backend: Backend, device: torch.device) -> None:
 
 
 def describe_backend(backend: Backend) -> str:
-    """What runs, for the line that rank 0 prints; of a backend that `require_backend` lets pass."""
+    """Describe what runs, for the line that rank 0 prints. `require_backend` must let the backend pass."""
     if backend in _FA3:
         kept = "E4M3 q, k, v kept, forward in FP8, backward in bf16; " if backend == "fa3_fp8" else ""
         return f"{backend} ({kept}{find_fa3().describe()})"
@@ -119,7 +119,7 @@ def _refuse(dropout: float, bias: Tensor | None, context_parallel_size: int) -> 
 
 
 def _check_fa3(q: Tensor, geometry: Geometry, fp8: bool) -> None:
-    """The installed FlashAttention-3 takes it; what it says itself where it does not is a line of C++."""
+    """Refuse what the installed FlashAttention-3 does not take; its own error is a line of C++."""
     fa3 = find_fa3()
     head_dim, alignment = q.shape[-1], _FA3_FP8_ALIGNMENT if fp8 else _FA3_ALIGNMENT
     if q.dtype not in _FA3_DTYPES or (not fp8 and q.dtype == torch.float16 and fa3.lacks("FP16")):

@@ -30,7 +30,7 @@ _GEOMETRY = (
 
 
 def _flat(geometry: Geometry) -> tuple[Any, ...]:
-    """A geometry as arguments of an op."""
+    """Return a geometry as arguments of an op."""
     packing = geometry.packing
     packed = (None, None, 0, 0) if packing is None else packing.flat()
     return (*packed, geometry.softmax_scale, geometry.left, geometry.right)
@@ -108,7 +108,7 @@ def _backward(
 
 
 def cudnn_takes(q: Tensor, k: Tensor, geometry: Geometry) -> bool:
-    """Whether `cudnn_backward` has it: the faster of the two on Hopper."""
+    """Whether `cudnn_backward`, the faster of the two on Hopper, takes these."""
     is_square = q.shape[1] == k.shape[1] > 1
     return geometry.packing is None and not geometry.is_windowed and is_square and q.shape[-1] <= _CUDNN_MAX_DIM
 
@@ -116,9 +116,9 @@ def cudnn_takes(q: Tensor, k: Tensor, geometry: Geometry) -> bool:
 def cudnn_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, geometry: Geometry
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """cuDNN's backward, through torch. It takes the output and log-sum-exp of any forward, as torch's own context
+    """Run cuDNN's backward, through torch. It takes the output and log-sum-exp of any forward: torch's own context
     parallelism gives it those of a whole ring (torch.distributed.tensor.experimental, 2.13)."""
-    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, of which there is none
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # for dropout, which is off
     heads_first = (x.transpose(1, 2) for x in (grad_out, q, k, v, out))
     grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         *heads_first,
@@ -141,7 +141,7 @@ def cudnn_backward(
 def flash2_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, geometry: Geometry
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """FlashAttention-2's backward, which torch carries: takes any forward's output and log-sum-exp."""
+    """Run torch's FlashAttention-2 backward, which takes any forward's output and log-sum-exp."""
     packing = geometry.packing
     # A query that sees nothing has -infinity from FlashAttention-3; FlashAttention-2 takes +infinity for it.
     lse = lse.masked_fill(lse == float("-inf"), float("inf"))
@@ -218,7 +218,7 @@ class _FlashFunction(torch.autograd.Function):
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, kernel: Kernel, *, fp8: bool, hadamard: bool
 ) -> Tensor:
-    """The output, of q's shape and dtype; differentiable in q, k and v.
+    """Compute attention; the output has q's shape and dtype and is differentiable in q, k and v.
 
     Args:
         kernel: FlashAttention-3 or the plain reference.

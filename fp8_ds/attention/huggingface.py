@@ -1,4 +1,4 @@
-"""Our attention in Hugging Face models, through transformers' own registry of attention functions."""
+"""Attention backends for Hugging Face models, through transformers' own registry of attention functions."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fp8_ds.attention.shapes import Packing
 from fp8_ds.errors import UnsupportedError
 
 PREFIX = "fp8_ds_"
-"""Of the names that transformers knows our backends by; without "flash", which it reads a meaning into."""
+"""Prefix of our backends' names in transformers; it avoids "flash", which transformers reads a meaning into."""
 
 _KEY = "fp8.attention.backend"
 _OTHER_MASKS = ("or_mask", "chunked")
-"""Parts of the names of transformers' mask functions that causal, window and packing do not say."""
+"""Parts of mask functions' names in transformers that mean more than causal, window and packing."""
 _REFUSED = ("softcap", "s_aux", "sinks", "cache", "indices", "block_indices")
-"""What transformers' models hand to some attention functions, and ours would leave out."""
+"""Arguments that transformers' models pass to some attention functions, and ours would ignore."""
 _UNSAID: Any = object()
 _Tokens = tuple[Tensor | None, Tensor | None]
 """Indices of queries and of keys in a flattened batch; None: all of them."""
@@ -29,7 +29,7 @@ _ALL: _Tokens = (None, None)
 
 
 def use_backend(model: nn.Module, backend: Backend, *, hadamard: bool) -> None:
-    """All attention modules of the model call `attention` with this backend from now on.
+    """Make all attention modules of the model call `attention` with this backend.
 
     Args:
         model: one that `refuse_attention_of` lets pass, or a module around it.
@@ -48,7 +48,7 @@ def refuse_attention_of(model: nn.Module, backend: Backend, *, hadamard: bool = 
     """Refuse a model that does not take the backend, wherever it runs. Reads names only.
 
     Args:
-        model: on any device, the meta device among them.
+        model: a model on any device, the meta device among them.
 
     Raises:
         UnsupportedError: the model does not go through transformers' registry; or its attention has dropout, or heads
@@ -67,7 +67,7 @@ def refuse_attention_of(model: nn.Module, backend: Backend, *, hadamard: bool = 
 
 
 def refuse_backend(backend: Backend, device: torch.device) -> None:
-    """`require_backend`, with the key that names the backend."""
+    """Call `require_backend`, and name the configuration's key in its error."""
     try:
         require_backend(backend, device)
     except UnsupportedError as error:
@@ -77,7 +77,7 @@ def refuse_backend(backend: Backend, device: torch.device) -> None:
 def _refuse_kinds(model: nn.Module, backend: Backend, hadamard: bool) -> None:
     try:
         kinds = dict.fromkeys((_dropout(module), *_dims(module, config)) for module, config in attention_modules(model))
-    # Other people's attributes may be absent or of another kind: what is not seen here the first forward refuses.
+    # Attributes of a model may be absent or of another kind; the first forward refuses what is missed here.
     except (AttributeError, TypeError, ValueError):
         return
     for dropout, head_dim, value_dim in kinds:
@@ -109,7 +109,7 @@ def attention_modules(model: nn.Module) -> Iterator[tuple[Any, Any]]:
 
 
 def _dims(attention: Any, config: Any) -> tuple[int, int]:
-    """(dim of a head's queries and keys, dim of its values)."""
+    """Return (dim of a head's queries and keys, dim of its values)."""
     of_module = getattr(attention, "qk_head_dim", None) or getattr(attention, "head_dim", None)
     num_heads = getattr(attention, "num_heads", None) or config.num_attention_heads
     head_dim = of_module or getattr(config, "head_dim", None) or config.hidden_size // num_heads
@@ -117,14 +117,14 @@ def _dims(attention: Any, config: Any) -> tuple[int, int]:
 
 
 def _dropout(attention: Any) -> float:
-    """The probability in training: a number of the module's, or an nn.Dropout's."""
+    """Return the dropout probability in training: a number of the module's, or an nn.Dropout's."""
     names = ("attention_dropout", "attn_dropout", "dropout")
     found = next((value for name in names if (value := getattr(attention, name, None)) is not None), 0.0)
     return float(getattr(found, "p", found))
 
 
 def describe_implementation(name: str) -> str | None:
-    """What runs under a name of transformers', if it is ours."""
+    """Describe what runs under a name of transformers'; None if the name is not ours."""
     if not name.startswith(PREFIX):
         return None
     backend: Any = name.removeprefix(PREFIX).removesuffix("_hadamard")
@@ -132,7 +132,7 @@ def describe_implementation(name: str) -> str | None:
 
 
 def _configs(model: nn.Module) -> Iterator[Any]:
-    """Configurations that choose an attention: of the attention modules, and of the models that make their masks."""
+    """Yield configurations that choose an attention: of attention modules, and of models that make their masks."""
     seen = set()
     owners = [
         m
@@ -151,10 +151,10 @@ def _configs(model: nn.Module) -> Iterator[Any]:
 def padding_mask(
     *args: Any, mask_function: Any = None, attention_mask: Tensor | None = None, use_vmap: bool = False, **kwargs: Any
 ) -> Tensor | None:
-    """In place of transformers' mask: None without padding, else bool [batch, sequence], true where a token is.
+    """Replace transformers' mask: None without padding, else bool [batch, sequence], true where a token is.
 
     Raises:
-        UnsupportedError: the model's mask is not causal, a window or packing; or keys lie behind its last query.
+        UnsupportedError: the model's mask is not causal, a window or packing; or keys come after its last query.
     """
     names = list(_names_of(mask_function))
     other = [name for name in names if any(part in name for part in _OTHER_MASKS)]
@@ -179,10 +179,10 @@ def _refuse_keys_behind(
     cache_position: Tensor | None = None,
     **kwargs: Any,
 ) -> None:
-    """Refuse a cache in which the last query is not level with the last key, as `attention` takes it.
+    """Refuse a cache in which the last query is not aligned with the last key, as `attention` assumes.
 
-    Args: as transformers hands them to whatever makes its masks; older versions have `cache_position` in place of
-        `q_length` and `q_offset`. Without a cache nothing is read on the device.
+    Args: those of transformers' mask functions; older versions have `cache_position` in place of `q_length` and
+    `q_offset`. Without a cache nothing is read on the device.
     """
     if cache_position is not None:
         q_length, q_offset = len(cache_position), cache_position[0]
@@ -196,7 +196,7 @@ def _refuse_keys_behind(
 
 
 def _names_of(function: Any) -> Iterator[str]:
-    """Of a mask function and those that it is put together from."""
+    """Yield the names of a mask function and of those that it is composed of."""
     if not callable(function):
         return
     yield getattr(function, "__qualname__", "")
@@ -207,7 +207,7 @@ def _names_of(function: Any) -> Iterator[str]:
 
 
 class RegisteredAttention:
-    """An attention function as transformers calls it: tensors [batch, heads, sequence, dim].
+    """Attention function as transformers calls it: tensors [batch, heads, sequence, dim].
 
     Packed sequences are those of `cu_seq_lens_q` and its like, or of positions that begin again. The latter are read
     on the host once for each batch; in a graph they stop the run on the device instead.
@@ -266,11 +266,11 @@ class RegisteredAttention:
     def _pack(
         self, q: Tensor, k: Tensor, mask: Tensor | None, kwargs: dict[str, Any], *, masks_keys: bool
     ) -> tuple[_Tokens, Packing | None]:
-        """(tokens that are not padding; how they are packed, None if they are not).
+        """Return (tokens that are not padding, packing); the packing is None if they are not packed.
 
         Args:
-            masks_keys: every query sees every key that `mask` leaves. The queries may be other tokens then, as in
-                cross-attention, whose lengths do not tell, and none of them is taken for padding.
+            masks_keys: whether every query sees every key that `mask` leaves. The queries may then be other tokens, as
+                in cross-attention, so none of them is taken for padding.
         """
         if mask is not None:
             return _keys_unpadded(q, k, mask) if masks_keys else _unpadded(q, k, mask)
@@ -293,13 +293,13 @@ class RegisteredAttention:
 
 
 def _packed(x: Tensor, indices: Tensor | None) -> Tensor:
-    """[tokens, heads, dim] of [batch, sequence, heads, dim]."""
+    """Flatten [batch, sequence, heads, dim] to [tokens, heads, dim], and select tokens by `indices` if given."""
     return x.flatten(0, 1) if indices is None else x.flatten(0, 1)[indices]
 
 
 def _refuse_window_of_mask(module: nn.Module, num_keys: int) -> None:
-    """Refuse a window shorter than that in the configuration of a module that has it in the mask alone, and does not
-    hand it to its attention function."""
+    """Refuse a configured window shorter than the keys if the module has it in the mask alone, and does not pass it to
+    its attention function."""
     config = getattr(module, "config", None)
     window = getattr(config, "sliding_window", None)
     if not isinstance(window, int) or window >= num_keys:
@@ -313,7 +313,7 @@ def _refuse_window_of_mask(module: nn.Module, num_keys: int) -> None:
 
 
 def _ends_of(mask: Tensor) -> tuple[Tensor, int]:
-    """Where what `mask` leaves of each row ends once it is packed; the longest row."""
+    """Return where each row of `mask` ends once it is packed, and the length of the longest row."""
     lengths = mask.sum(1, dtype=torch.int32)
     return nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)), int(lengths.max())
 
@@ -342,7 +342,7 @@ def _keys_unpadded(q: Tensor, k: Tensor, mask: Tensor) -> tuple[_Tokens, Packing
 
 
 def _packing_of(positions: Tensor) -> Packing | None:
-    """Where positions [batch, sequence] do not go on by one, a sequence begins; None if none does inside of a row."""
+    """Find sequences in positions [batch, sequence]: one begins where they do not rise by one. None if only rows do."""
     begins = nn.functional.pad(positions.diff(dim=1) != 1, (1, 0), value=True)
     if int(begins.sum()) == len(positions):
         return None

@@ -1,4 +1,4 @@
-"""Where FlashAttention is installed, what the build can do, and what to install where it is missing."""
+"""Discovery of FlashAttention: where it is installed, what the build can do, and how to install it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ FA3_NAMES = (
     "flashattn_hopper.flash_attn_interface",
     "fa3_fwd_interface",
 )
-"""Modules that FlashAttention-3 has been installed as, best first. A name alone proves nothing: a package of the first
-one's name on the registry is empty. Source: facts/megatron_te.md 3."""
+"""Modules that FlashAttention-3 has been installed as, best first. A name alone proves nothing: the registry's package
+of the first name is empty."""
 
 _CONFIG_NAMES = ("flash_attn_config", "flash_attn_3.flash_attn_config", "fa3_fwd_config")
 _DISABLED = "DISABLE_"
@@ -37,10 +37,10 @@ class FlashAttention3:
     """An installed FlashAttention-3.
 
     Args:
-        module: the name that it was imported by.
+        module: name that it was imported by.
         forward: its raw forward, (out, lse, ...).
-        backward: its raw backward, or None: the build has none.
-        flags: the build's own, such as {"FLASHATTENTION_DISABLE_LOCAL": True}; empty where it has no list of them.
+        backward: its raw backward, or None if the build has none.
+        flags: build flags, such as {"FLASHATTENTION_DISABLE_LOCAL": True}; empty where the build does not list them.
     """
 
     module: str
@@ -49,7 +49,7 @@ class FlashAttention3:
     flags: Mapping[str, bool] = field(default_factory=dict)
 
     def lacks(self, feature: str) -> bool:
-        """Whether the build was made without it: "LOCAL", "FP8", "FP16", "VARLEN", "HDIM64", ..."""
+        """Whether the build was made without `feature`: "LOCAL", "FP8", "FP16", "VARLEN", "HDIM64", ..."""
         return any(off and name.endswith(_DISABLED + feature) for name, off in self.flags.items())
 
     def describe(self) -> str:
@@ -61,10 +61,10 @@ class FlashAttention3:
 
 @functools.cache
 def find_fa3() -> FlashAttention3:
-    """The installed FlashAttention-3.
+    """Find the installed FlashAttention-3.
 
     Raises:
-        UnsupportedError: none can be imported; with what each name gave, and the commands.
+        UnsupportedError: none can be imported. The message has what each name gave, and the install commands.
     """
     found = []
     for name in FA3_NAMES:
@@ -86,7 +86,7 @@ def find_fa3() -> FlashAttention3:
 
 
 def _build_flags(interface: str) -> Mapping[str, bool]:
-    """Of the config module that came with this interface."""
+    """Return the build flags of the config module that came with this interface."""
     for name in _CONFIG_NAMES:
         if (name == "fa3_fwd_config") != (interface == "fa3_fwd_interface"):
             continue
@@ -109,7 +109,7 @@ def require_hopper(device: torch.device) -> None:
 
 
 def call_by_name(function: Callable[..., Any], **known: Any) -> Any:
-    """`function` with the arguments that it has; the others by their default, or None where they have none.
+    """Call `function` with the arguments that it has; the others take their default, or None where they have none.
 
     The order and the names of the raw functions have moved between releases: `window_size` became two numbers,
     `causal` became `is_causal`.
@@ -123,7 +123,7 @@ def call_by_name(function: Callable[..., Any], **known: Any) -> Any:
 
 @functools.cache
 def _parameters(function: Callable[..., Any]) -> tuple[tuple[str, bool], ...]:
-    """(name, whether it has a default); of a torch custom op those of the function behind it."""
+    """Return (name, whether it has a default) of each; of a torch custom op, those of the function behind it."""
     signature = inspect.signature(getattr(function, "_init_fn", function))
     return tuple((name, one.default is not one.empty) for name, one in signature.parameters.items())
 
@@ -137,14 +137,14 @@ _CUDNN_FIRST = ((9, 0), (10, 0))
 
 
 def prefers_cudnn(device: torch.device) -> bool:
-    """Whether SDPA would take cuDNN there before all else, were it as new as torch's."""
+    """Whether SDPA on this device would take cuDNN before all else, were it as new as torch's."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) in _CUDNN_FIRST
 
 
 def older_cudnn() -> str | None:
-    """That this process has an older cuDNN than torch was built with; None: it has not, or torch has no cuDNN.
+    """Describe a loaded cuDNN that is older than torch's own build; None if it is not, or torch has no cuDNN.
 
-    SDPA then takes FlashAttention 2 without a word (seen with 9.14 for 9.19), which needs 1.8 times as long on an H200.
+    SDPA then silently takes FlashAttention 2 (seen with 9.14 for 9.19), which needs 1.8 times as long on an H200.
     """
     cudnn = getattr(torch._C, "_cudnn", None)
     if cudnn is None:

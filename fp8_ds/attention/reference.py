@@ -1,4 +1,4 @@
-"""Attention in plain torch, one head at a time: what kernels are held against, and FlashAttention-3's FP8 on CPU.
+"""Attention in plain torch, one head at a time: the reference of the kernels, and FlashAttention-3's FP8 on CPU.
 
 Numerics are those of the flash kernels: scores and sums in float32 (float64 for float64), probabilities and the
 gradients of scores rounded to the dtype of q before they are multiplied.
@@ -15,12 +15,12 @@ from fp8_ds.attention.shapes import Geometry
 from fp8_ds.numerics.formats import E4M3
 
 P_SCALE = 256.0
-"""What FlashAttention-3 multiplies probabilities by before they become E4M3, to use more of its range. Source:
+"""Factor of probabilities in FlashAttention-3 before they become E4M3, to use more of its range. Source:
 Dao-AILab/flash-attention hopper/softmax.h (`max_offset` 8) and flash_fwd_kernel_sm90.h, read 2026-11-21."""
 
 
 def _sequences(geometry: Geometry, batch: int) -> Iterator[tuple[int, slice | int, slice | int]]:
-    """(sequence, its place in q and in k)."""
+    """Yield (sequence, its place in q, its place in k)."""
     packing = geometry.packing
     if packing is None:
         yield from ((i, i, i) for i in range(batch))
@@ -31,7 +31,7 @@ def _sequences(geometry: Geometry, batch: int) -> Iterator[tuple[int, slice | in
 
 
 def lse_shape(q: Tensor, geometry: Geometry) -> tuple[int, ...]:
-    """[batch, heads, sequence], of packed sequences [heads, tokens]: the flash kernels' layout."""
+    """Return [batch, heads, sequence], or [heads, tokens] of packed sequences: the flash kernels' layout."""
     if geometry.packing is None:
         return q.shape[0], q.shape[2], q.shape[1]
     return q.shape[1], q.shape[0]
@@ -46,7 +46,7 @@ def _working(dtype: torch.dtype) -> torch.dtype:
 
 
 def _scores(q: Tensor, k: Tensor, geometry: Geometry, descale: Tensor | None = None) -> Tensor:
-    """[m, n] of one head, minus infinity where nothing is seen."""
+    """Return the scores of one head, [m, n], minus infinity where nothing is seen."""
     scores = q @ k.t() * geometry.softmax_scale
     if descale is not None:
         scores = scores * descale
@@ -55,7 +55,7 @@ def _scores(q: Tensor, k: Tensor, geometry: Geometry, descale: Tensor | None = N
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, descales: Tensor | None, geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """(out, lse): the output and the logarithm of each row's sum of exponentials.
+    """Return (out, lse): the output and the logarithm of each row's sum of exponentials.
 
     Args:
         q, k, v: as `attention` takes them, or all float8_e4m3fn.
@@ -63,8 +63,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, descales: Tensor | None, geometry: 
         geometry: who attends to whom.
 
     Returns:
-        out: of q's shape, in its dtype, bf16 for FP8. lse: float32 (float64 for float64), `lse_shape`; -infinity where
-        a query sees nothing, whose output is 0.
+        out: q's shape and dtype, bf16 for FP8. lse: float32 (float64 for float64), `lse_shape`; -infinity where a query
+        sees nothing, and its output is 0.
     """
     is_fp8 = descales is not None
     work = _working(q.dtype)
@@ -92,14 +92,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, descales: Tensor | None, geometry: 
 
 
 def _head(x: Tensor, at: slice | int, head: int) -> Tensor:
-    """[tokens, dim] of one sequence and head, a view."""
+    """Return a view [tokens, dim] of one sequence and head."""
     return x[at, :, head] if isinstance(at, int) else x[at, head]
 
 
 def backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, geometry: Geometry
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from what the forward kept; probabilities are `exp(scores - lse)`.
+    """Compute gradients of q, k and v from what the forward kept; probabilities are `exp(scores - lse)`.
 
     Source: Dao et al., FlashAttention (arXiv 2205.14135), appendix B.4.
     """

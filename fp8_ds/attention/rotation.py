@@ -1,7 +1,7 @@
-"""The Hadamard rotation of queries and keys: scores stay, outliers of single channels spread over all.
+"""Hadamard rotation of queries and keys: it keeps the scores and spreads outliers of single channels over all.
 
-Source: "incoherent processing" of FlashAttention-3 (Shah et al., arXiv 2407.08608, section 3.3); random signs before
-the transform, as there, so that what all channels share does not gather in one.
+Source: "incoherent processing" of FlashAttention-3 (Shah et al., arXiv 2407.08608, section 3.3), with its random signs
+before the transform, so that what all channels share does not gather in one.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from fp8_ds.errors import UnsupportedError
 from fp8_ds.ops._register import register
 
 _SEED = 2407
-"""Of the signs; a constant: the scores are the same for every seed, their rounding is not."""
+"""Seed of the signs, a constant: the scores are the same for every seed, their rounding is not."""
 
 
 def check_rotation(head_dim: int) -> None:
-    """Raise UnsupportedError unless there is a Hadamard matrix of this size here."""
+    """Raise UnsupportedError unless a Hadamard matrix of this size is available."""
     if head_dim < 1 or head_dim & (head_dim - 1):
         raise UnsupportedError(
             f"head dim: expected a power of two with the Hadamard rotation, got {head_dim}. Turn `hadamard` off."
@@ -28,7 +28,7 @@ def check_rotation(head_dim: int) -> None:
 
 @functools.cache
 def rotation_matrices(dim: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(for q, for k), [dim, dim]: signs times a power of two, exact in every dtype; q's times k's transposed is one."""
+    """Matrices [dim, dim] for q and k: signs times a power of two, exact in any dtype; q's times k's.T is one."""
     bits = dim.bit_length() - 1
     matrix = torch.ones(1, 1, dtype=torch.float32)
     for _ in range(bits):
@@ -51,7 +51,7 @@ _rotate_op = register(
 
 
 def rotate(x: Tensor, *, is_query: bool, transposed: bool = False) -> Tensor:
-    """`x` rotated along its last dim, times 2**-0.5 for queries and 2**0.5 for keys where log2 of that dim is odd.
+    """Rotate `x` along its last dim, times 2**-0.5 for queries and 2**0.5 for keys where log2 of that dim is odd.
 
     Scores of rotated queries and keys are those of the queries and keys, up to the rounding to x's dtype. `transposed`
     makes the gradient of `x` from that of `rotate(x)`.

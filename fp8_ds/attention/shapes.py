@@ -1,4 +1,4 @@
-"""What attention is computed over: who attends to whom, and where packed sequences begin."""
+"""Shapes of attention: who attends to whom, and where packed sequences begin."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ UNLIMITED = -1
 
 @dataclass(frozen=True)
 class Packing:
-    """Sequences one after another without padding.
+    """Packed sequences, one after another without padding.
 
     Args:
         cu_seqlens_q: int32 [n + 1], on the device of q: 0, and where each sequence of queries ends.
-        cu_seqlens_k: the same of keys and values.
+        cu_seqlens_k: the same for keys and values.
         max_seqlen_q: length of the longest sequence of queries; a larger number costs time, a smaller one is wrong.
-        max_seqlen_k: the same of keys.
+        max_seqlen_k: the same for keys.
     """
 
     cu_seqlens_q: Tensor
@@ -31,25 +31,25 @@ class Packing:
     max_seqlen_k: int
 
     def flat(self) -> tuple[Tensor, Tensor, int, int]:
-        """As arguments of an op. By name: torch 2.11 does not trace `vars` of a dataclass."""
+        """Return the fields as arguments of an op. torch 2.11 does not trace `vars` of a dataclass."""
         return self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, max_seqlen: int) -> Packing:
-        """Self-attention: queries and keys are of the same tokens."""
+        """Build the packing of self-attention, in which queries and keys are of the same tokens."""
         return cls(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Who attends to whom. Query i of m sees key j of n where `-left <= j - (i + n - m) <= right`.
+    """Pattern of attention. Query i of m sees key j of n where `-left <= j - (i + n - m) <= right`.
 
-    The last query is level with the last key, as in FlashAttention since 2.1; for m == n that is the plain diagonal.
+    The last query is aligned with the last key, as in FlashAttention since 2.1; for m == n that is the plain diagonal.
 
     Args:
         softmax_scale: factor of the scores.
-        left: keys seen before the own place, or UNLIMITED.
-        right: keys seen after it, or UNLIMITED; 0 is causal.
+        left: number of keys seen before a query's own place, or UNLIMITED.
+        right: number of keys seen after it, or UNLIMITED; 0 is causal.
         packing: None for [batch, sequence, heads, dim]; else tensors are [tokens, heads, dim].
     """
 
@@ -60,7 +60,7 @@ class Geometry:
 
     @property
     def is_causal(self) -> bool:
-        """No window but the diagonal: what kernels call causal."""
+        """Whether a query sees all keys up to its own place, which kernels call causal."""
         return self.left == UNLIMITED and self.right == 0
 
     @property
@@ -68,7 +68,7 @@ class Geometry:
         return self.left != UNLIMITED or self.right > 0
 
     def sees(self, num_q: int, num_k: int, device: torch.device) -> Tensor | None:
-        """bool [num_q, num_k] of one sequence, None where everything is seen."""
+        """Return a mask of one sequence, bool [num_q, num_k]; None where everything is seen."""
         if self.left == UNLIMITED and self.right == UNLIMITED:
             return None
         offset = torch.arange(num_k, device=device)[None, :] - torch.arange(num_q, device=device)[:, None]
@@ -91,7 +91,7 @@ def make_geometry(
     softmax_scale: float | None,
     packing: Packing | None,
 ) -> Geometry:
-    """The geometry, with tensors that fit it.
+    """Build the geometry, and check that the tensors fit it.
 
     Raises:
         UnsupportedError: shapes, dtypes or numbers other than `fp8_ds.attention.attention` takes.
@@ -136,8 +136,8 @@ def _check_packing(packing: Packing, num_q: int, num_k: int) -> None:
 
 
 def _check_ends(name: str, ends: Tensor, num_tokens: int) -> None:
-    """Tokens of no sequence would have outputs that nobody computes. On a GPU the device stops, as reading the numbers
-    here would wait for it."""
+    """Refuse tokens of no sequence, whose outputs nobody would compute. On a GPU the device stops, as reading the
+    numbers here would wait for it."""
     if ends.device.type != "cpu" or torch.compiler.is_compiling():
         torch._assert_async(ends[-1] == num_tokens, f"packing.{name} must end at the number of tokens")
         return

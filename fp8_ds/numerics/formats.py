@@ -28,8 +28,8 @@ class Float8Format:
 
     @property
     def max(self) -> float:
-        """Largest finite value; a saturating cast clamps to +-max. A number to torch.compile even with `dynamic=True`,
-        by which floats of objects are symbols."""
+        """Largest finite value; a saturating cast clamps to +-max. torch.compile sees a number even with
+        `dynamic=True`, by which floats of objects are symbols."""
         if self.dtype is not None:
             return torch.finfo(self.dtype).max
         return 2.0 ** (2 ** (self.exponent_bits - 1)) * (2 - 2.0**-self.mantissa_bits)  # no code is infinite or NaN
@@ -46,10 +46,10 @@ class Float8Format:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """`dtype`, where torch has one.
+        """The torch dtype of the format.
 
         Raises:
-            ValueError: it has none.
+            ValueError: torch has no such dtype.
         """
         if self.dtype is None:
             raise ValueError(f"format: expected one with a torch dtype, got {self.name}. Use E4M3 or E5M2.")

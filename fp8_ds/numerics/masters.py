@@ -24,15 +24,15 @@ _EXPONENT_SHIFT = 2.0**120
 
 @dataclass(frozen=True)
 class MasterFormat:
-    """How a master weight is stored.
+    """Storage format of a master weight.
 
     Args:
         name: as in the configuration; "bf16_8" is what parameters outside FP8 get beside any split FP8 master.
         lo_bits: bits below the compute weight; 0 where the master is a float32 tensor of its own.
-        lo_dtype: of the low part.
-        hi_dtype: of the high part: uint8 (E4M3 codes) or bf16.
+        lo_dtype: dtype of the low part.
+        hi_dtype: dtype of the high part: uint8 (E4M3 codes) or bf16.
         drop_bits: mantissa bits of float32 below the master's last bit.
-        stochastic: whether the rounding to it is: at lr 1e-5 an update is less than half a narrow one's last bit.
+        stochastic: whether rounding to it is: at lr 1e-5 an update is less than half a narrow format's last bit.
     """
 
     name: str
@@ -67,7 +67,7 @@ BY_NAME = {fmt.name: fmt for fmt in (FP32, E4M19, E4M11, BF16_8)}
 def encode(
     value: Tensor, fmt: MasterFormat, scale_inv: Tensor | None = None, noise: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`value` as high and low part.
+    """Split `value` into high and low part.
 
     Args:
         value: float32, any shape, finite.
@@ -95,7 +95,7 @@ def encode(
 
 
 def decode(hi: Tensor, lo: Tensor, fmt: MasterFormat, scale_inv: Tensor | None = None) -> Tensor:
-    """The master's value in float32: exact unless it underflows float32.
+    """Return the master's value in float32, exact unless it underflows float32.
 
     Args:
         hi, lo: as `encode` gives them.

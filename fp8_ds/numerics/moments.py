@@ -3,7 +3,7 @@
 The step rounds both stochastically, by one threshold: their errors partly cancel in the update. Rounded to nearest, an
 average that moves by less than half a code in one step never moves, whatever it adds up to (docs/numerics.md).
 
-Groups are counted from a weight's first element, not from a shard's: where ranks cut a weight at a multiple of 128
+Groups are counted from a weight's first element, not from a shard's: where ranks shard a weight at a multiple of 128
 they store the same bytes for any number of ranks.
 
 Scales are float32 with five low mantissa bits cleared: `code * scale_inv` is exact, and a checkpoint in float32 gives
@@ -21,14 +21,14 @@ GROUP = 128
 """Elements that share one scale."""
 
 TINY = 2.0**-100
-"""Groups whose amax is below are stored as zeros: their scale would leave float32's normal range."""
+"""Groups whose amax is below this are stored as zeros: their scale would leave float32's normal range."""
 
 SMALLEST_V = 2.0**-100
-"""Second moments are raised to it before their root is taken: from here on the GPU's fast root can be corrected to the
-nearest float32."""
+"""Smallest second moment: others are raised to it before their root is taken, so that the GPU's fast root can be
+corrected to the nearest float32."""
 
 TINY_ROOT = 2.0**-49
-"""As TINY, for roots: above the root of SMALLEST_V, so that a group without gradients stays one of zeros."""
+"""TINY for roots: it is above the root of SMALLEST_V, so that a group without gradients stays one of zeros."""
 
 NOISE_BITS = 12
 """Random bits that moments are rounded with, of the 19 or 20 that fall away. A threshold lies in the middle of the
@@ -37,7 +37,7 @@ taken for another."""
 
 
 def group_scale_inv(amax: Tensor, fmt_max: float, tiny: float = TINY) -> Tensor:
-    """`scale_inv` of groups with the given amaxes: float32, 19 significant bits; 0 for a group of zeros."""
+    """Return `scale_inv` of groups with the given amaxes: float32, 19 significant bits; 0 for a group of zeros."""
     bits = (amax / torch.full_like(amax, fmt_max)).view(torch.int32)
     scale_inv = ((bits + 0x10) & ~0x1F).view(torch.float32)
     return torch.where(amax < tiny, torch.zeros_like(amax), scale_inv)
@@ -49,7 +49,7 @@ def _group_scale(scale_inv: Tensor) -> Tensor:
 
 
 def quantize_m(m: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """First moments in E4M3.
+    """Quantize first moments to E4M3.
 
     Args:
         m: float32 [num_groups, 128], finite; zeros where a group is not full.
@@ -71,12 +71,12 @@ def quantize_m(m: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_m(codes: Tensor, scale_inv: Tensor) -> Tensor:
-    """float32 [num_groups, 128] of what `quantize_m` gave; exact."""
+    """Dequantize what `quantize_m` returned to float32 [num_groups, 128]; exact."""
     return codes.view(E4M3.torch_dtype).float() * scale_inv[:, None]
 
 
 def quantize_root(root: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Square roots of second moments in unsigned E4M4.
+    """Quantize square roots of second moments to unsigned E4M4.
 
     Args:
         root: float32 [num_groups, 128], finite, >= 0; zeros where a group is not full.
@@ -98,17 +98,17 @@ def quantize_root(root: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Te
 
 
 def dequantize_root(codes: Tensor, scale_inv: Tensor) -> Tensor:
-    """float32 [num_groups, 128] of what `quantize_root` gave; exact."""
+    """Dequantize what `quantize_root` returned to float32 [num_groups, 128]; exact."""
     return ((codes.int() << 19).view(torch.float32) * 2.0**120) * scale_inv[:, None]
 
 
 def num_groups(numel: int, start: int) -> int:
-    """Groups that elements `[start, start + numel)` of a weight touch."""
+    """Number of groups that elements `[start, start + numel)` of a weight touch."""
     return -(-(start % GROUP + numel) // GROUP)
 
 
 def to_groups(flat: Tensor, start: int) -> Tensor:
-    """Elements `[start, ...)` of a weight, 1-D, as [num_groups, 128] with zeros around them."""
+    """Arrange elements `[start, ...)` of a weight, 1-D, as [num_groups, 128] with zeros around them."""
     head = start % GROUP
     groups = num_groups(flat.numel(), start)
     padded = flat.new_zeros(groups * GROUP)
@@ -117,5 +117,5 @@ def to_groups(flat: Tensor, start: int) -> Tensor:
 
 
 def from_groups(groups: Tensor, numel: int, start: int) -> Tensor:
-    """Inverse of `to_groups`: 1-D [numel], a view."""
+    """Invert `to_groups`: return 1-D [numel], a view."""
     return groups.reshape(-1).narrow(0, start % GROUP, numel)

@@ -1,7 +1,7 @@
 """Thresholds of stochastic rounding that depend on (seed, step, parameter, element) and nothing else.
 
-So the bytes do not depend on how many ranks share a weight, on the order of updates, or on a restart: no generator with
-state, but a hash of the element's number. Eight elements share one: its halves and those of three products with it.
+So the bytes do not depend on how many ranks share a weight, on the order of updates, or on a restart: the element's
+number is hashed, without a generator's state. Eight elements share a hash: its halves and those of three products.
 
 The hash is an element's first threshold, which moves on by an irrational number from step to step, modulo one. Over
 elements thresholds are independent and uniform: rounding is unbiased. Over steps they are evenly spread: what rounding
@@ -26,17 +26,17 @@ NOISE_BITS = 16
 SHARED = 8
 """Elements that share a hash."""
 NEXT_PAIR = 0xA3C3118D
-"""The second pair of elements takes the hash times this, the third times its square, the fourth times its cube."""
+"""Multiplier of the hash for the second pair of elements; the third takes its square, the fourth its cube."""
 STRIDE = 0xC46DC46D
-"""What a step adds to a pair's word, .767 of the range to each of its halves."""
+"""Step of a pair's word, .767 of the range to each of its halves."""
 MOMENT_FACTOR = 0xA1AC9EB3
-"""Makes words for moments from those for masters. They move by STRIDE * MOMENT_FACTOR = 0x9E379E37, the golden ratio's
-fraction, .618. The three constants were searched for: as a lattice, the shortest dual vector of any two thresholds of
-eight elements is at least .49 of the longest possible."""
+"""Factor that makes words for moments from those for masters. They move by STRIDE * MOMENT_FACTOR = 0x9E379E37, the
+golden ratio's fraction, .618. The three constants were searched for: as a lattice, the shortest dual vector of any two
+thresholds of eight elements is at least .49 of the longest possible."""
 
 
 def mix(x: int) -> int:
-    """One 32-bit number hashed to another; a bijection."""
+    """Hash one 32-bit number to another; a bijection."""
     x = ((x ^ (x >> 16)) * MIX_1) & _MASK
     x = ((x ^ (x >> 15)) * MIX_2) & _MASK
     return x ^ (x >> 15)
@@ -47,13 +47,13 @@ def seed_key(seed: int) -> int:
 
 
 def keys(seed: int, param_id: int) -> tuple[int, int]:
-    """The two 32-bit keys of one parameter."""
+    """Return the two 32-bit keys of one parameter."""
     first = mix((seed_key(seed) + param_id) & _MASK)
     return first, mix(first ^ 0xC2B2AE35)
 
 
 def _words(seed: int, step: int, param_id: int, start: int, numel: int, device: torch.device) -> Tensor:
-    """int64 [num_hashes, 4]: 32 bits for each pair of elements (2k, 2k + 1), from the hash that `start` is of."""
+    """Return int64 [num_hashes, 4]: 32 bits for each pair of elements (2k, 2k + 1), from the hash of `start` on."""
     first, second = keys(seed, param_id)
     octet = torch.arange(start // SHARED, -(-(start + numel) // SHARED), dtype=torch.int64, device=device)
     x = (octet * WEYL + first) & _MASK
@@ -67,14 +67,14 @@ def _words(seed: int, step: int, param_id: int, start: int, numel: int, device: 
 
 
 def _halves(words: Tensor, start: int, numel: int, bits: int) -> Tensor:
-    """int32 [numel]: the upper `bits` of an element's half of its word, the low half for an even element."""
+    """Return int32 [numel]: the upper `bits` of an element's half of its word, the low half for an even element."""
     assert bits <= NOISE_BITS
     halves = torch.stack([words & 0xFFFF, words >> 16], dim=2).flatten()
     return halves.narrow(0, start % SHARED, numel).int() >> (NOISE_BITS - bits)
 
 
 def noise(seed: int, step: int, param_id: int, start: int, numel: int, bits: int, device: torch.device) -> Tensor:
-    """Thresholds of master weights: int32 [numel] in [0, 2**bits), for elements from `start` on of a parameter.
+    """Return thresholds of master weights: int32 [numel] in [0, 2**bits), for elements from `start` on of a parameter.
 
     Args:
         step: from 0 to 2**31.
@@ -86,6 +86,6 @@ def noise(seed: int, step: int, param_id: int, start: int, numel: int, bits: int
 def moment_noise(
     seed: int, step: int, param_id: int, start: int, numel: int, bits: int, device: torch.device
 ) -> Tensor:
-    """As `noise`, for moments: other numbers. One for both: their rounding errors partly cancel in the update."""
+    """Return thresholds of moments, like `noise`. m and sqrt(v) share them, so rounding errors partly cancel."""
     words = _words(seed, step, param_id, start, numel, device)
     return _halves((words * MOMENT_FACTOR) & _MASK, start, numel, bits)

@@ -1,7 +1,7 @@
 """Device code that kernels share: magnitudes as integers, scales, codes of FP8.
 
-`PTX` is true on NVIDIA's GPUs, whose own conversions are taken then. The plain forms beside them give the same codes
-(but for the sign of NaN) and are what Triton's interpreter runs, whose own conversions to and from bf16 and FP8
+`PTX` is true on NVIDIA GPUs, where the hardware's own conversions are used. The plain formulas beside them give the
+same codes (except for the sign of NaN) and are for Triton's interpreter: its conversions to and from bf16 and FP8
 truncate, lose subnormals or do not carry into the exponent.
 """
 
@@ -24,7 +24,7 @@ ENCODE_E4M3 = tl.constexpr(_ENCODE.replace("FORMAT", "e4m3"))
 ENCODE_E5M2 = tl.constexpr(_ENCODE.replace("FORMAT", "e5m2"))
 
 INFINITY = tl.constexpr(0x7F800000)
-"""Bits of infinity: magnitudes whose bits are not below are not finite."""
+"""Bits of infinity; a magnitude is finite if its bits are below these."""
 NAN = tl.constexpr(0x7FC00000)
 """Bits of the plain NaN."""
 _MAX_SCALE = tl.constexpr(MAX_SCALE)
@@ -33,13 +33,13 @@ _MIN_SCALE_INV = tl.constexpr(1 / MAX_SCALE)
 
 @triton.jit
 def magnitude(x):
-    """Bits of |x|, int32, of float32: compare as the floats do, infinity above all finite ones, NaN above infinity."""
+    """Return the bits of |x|, int32, of float32. They compare as the floats do: infinity is largest but for NaN."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def scale_from_amax(bits, FP8_MAX: tl.constexpr):
-    """`numerics.scale.scale_from_amax` of the float with these bits: (scale, scale_inv)."""
+    """Return (scale, scale_inv) for the float with these bits, as `numerics.scale.scale_from_amax` does."""
     has_scale = (bits > 0) & (bits < INFINITY)
     amax = tl.where(has_scale, bits, 0x3F800000).to(tl.float32, bitcast=True)
     quotient = tl.minimum(tl.div_rn(tl.zeros_like(amax) + FP8_MAX, amax), _MAX_SCALE)
@@ -50,16 +50,16 @@ def scale_from_amax(bits, FP8_MAX: tl.constexpr):
 
 @triton.jit
 def row_scale_from_amax(bits, FP8_MAX: tl.constexpr):
-    """`numerics.scale.row_scale_from_amax` of the float with these bits: (scale, scale_inv)."""
+    """Return (scale, scale_inv) for the float with these bits, as `numerics.scale.row_scale_from_amax` does."""
     scale, scale_inv = scale_from_amax(bits, FP8_MAX)
     return tl.where(bits == 0, _MAX_SCALE, scale), tl.where(bits == 0, _MIN_SCALE_INV, scale_inv)
 
 
 @triton.jit
 def record_amax(amax, bits):
-    """`amax` (float32 in memory, >= 0) is at least the float with these bits, a scalar; NaN stays.
+    """Raise `amax` (float32 in memory, >= 0) to at least the float with these bits, a scalar; NaN stays.
 
-    Most programs find a larger one there already, and do not queue for it.
+    Most programs find a larger one there already, and need no atomic operation.
     """
     at = amax.to(tl.pointer_type(tl.int32), bitcast=True)
     tl.atomic_max(at, bits, bits > tl.load(at), sem="relaxed")
@@ -67,7 +67,7 @@ def record_amax(amax, bits):
 
 @triton.jit
 def code_of(x, IS_E4M3: tl.constexpr):
-    """The FP8 code of a float32, to nearest even, saturating, NaN stays, by integers; int32 in 0 to 255.
+    """Return the FP8 code of a float32, int32 in 0 to 255: to nearest even, saturating, NaN stays; by integers.
 
     Below the smallest normal number one addition rounds: the sum's last bit weighs one subnormal step.
     """
@@ -87,7 +87,7 @@ def code_of(x, IS_E4M3: tl.constexpr):
 
 @triton.jit
 def encode_four(x0, x1, x2, x3, IS_E4M3: tl.constexpr, PTX: tl.constexpr):
-    """Codes of four tensors as the bytes of one int32 each, the first one's lowest."""
+    """Encode four tensors as the bytes of one int32 each; the first tensor gives the lowest byte."""
     if PTX:
         ENCODE: tl.constexpr = ENCODE_E4M3 if IS_E4M3 else ENCODE_E5M2
         return tl.inline_asm_elementwise(ENCODE, "=r,f,f,f,f", [x0, x1, x2, x3], tl.int32, is_pure=True, pack=1)
@@ -97,7 +97,7 @@ def encode_four(x0, x1, x2, x3, IS_E4M3: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def decode(code, IS_E4M3: tl.constexpr, PTX: tl.constexpr):
-    """uint8 codes as float32. By integers for the interpreter, which takes a NaN's code for a number."""
+    """Decode uint8 codes to float32; the interpreter, which takes a NaN's code for a number, does so by integers."""
     if PTX:
         value = code.to(tl.float8e4nv if IS_E4M3 else tl.float8e5, bitcast=True).to(tl.float32)
     else:
@@ -114,7 +114,7 @@ def decode(code, IS_E4M3: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def encode_bytes(x, IS_E4M3: tl.constexpr, PTX: tl.constexpr):
-    """Codes of a tensor, uint8."""
+    """Return the codes of a tensor, uint8."""
     if PTX:
         ENCODE: tl.constexpr = ENCODE_E4M3 if IS_E4M3 else ENCODE_E5M2
         code = tl.inline_asm_elementwise(ENCODE, "=r,f,f,f,f", [x], tl.uint8, is_pure=True, pack=4)

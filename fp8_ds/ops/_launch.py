@@ -1,7 +1,7 @@
-"""Triton kernels launched without what Triton works out anew at every launch.
+"""Launch Triton kernels without the work that Triton repeats at every launch.
 
 `kernel[grid](...)` looks at every argument, builds the text of a cache key and compares the globals that the kernel has
-read. What Triton compiled is kept here by a key at least as fine, and launched by Triton's own
+read. Here the compiled kernel is kept by a key at least as fine, and launched by Triton's own
 `CompiledKernel[grid](...)`: a cast to both planes, two launches, takes the host 32 us instead of 58 (docs/speed.md),
 and a linear has five launches forward and backward. Kernels that a step launches once or
 once a weight (adamw, squares, multiply, block_amax) are left to Triton.
@@ -21,40 +21,40 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 _INT32 = range(-(2**31), 2**31)
 _INT64 = range(-(2**63), 2**63)
-"""What Triton passes as int32 and as int64; beyond, uint64."""
+"""Numbers that Triton passes as int32 and as int64; larger ones are uint64."""
 
 _BY_TRITON = torch.version.hip is not None
-"""Triton launches everything itself: on AMD's GPUs it looks at sizes of tensors, too."""
+"""Whether Triton launches everything itself: on AMD's GPUs it looks at sizes of tensors, too."""
 
 _known: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
-"""By key: what was compiled, and the values of the parameters behind the positional ones."""
+"""Compiled kernels by key, each with the values of the parameters behind the positional ones."""
 
 
 def ceil_div(a: int, b: int) -> int:
-    """Of numbers >= 0. `triton.cdiv`, made for kernels too, takes the host 5 us."""
+    """Divide numbers >= 0, rounding up. `triton.cdiv`, made for kernels too, takes the host 5 us."""
     return -(-a // b)
 
 
 @functools.cache
 def num_processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 2 for the interpreter, whose programs run one after another."""
+    """Number of multiprocessors of a GPU; 2 for the interpreter, whose programs run one after another."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def launch(kernel: Any, num_programs: int, *args: Tensor | TensorDescriptor | float | None, **constants: Any) -> None:
-    """`kernel[(num_programs,)](*args, **constants)`, on the current device, where the tensors are.
+    """Launch `kernel[(num_programs,)](*args, **constants)` on the current device, where the tensors are.
 
-    Not seen after a kernel's first launch: changes of globals that it reads, and of Triton's debugging knobs.
+    After a kernel's first launch, changes of globals that it reads and of Triton's debugging knobs are not seen.
 
     Args:
         kernel: decorated with `triton.jit`. In Triton's interpreter, on AMD's GPUs and where the first tensor is on
-            another than the current device, it is called as ever.
+            another than the current device, Triton launches it.
         num_programs: > 0.
         args: parameters that are not `tl.constexpr`, the first one a tensor.
         constants: `tl.constexpr` parameters and options of the launch, by name.
 
     Raises:
-        TypeError: a parameter is among the others' kind: its value would be kept, or not looked at.
+        TypeError: a `tl.constexpr` parameter is in `args`, or another parameter in `constants`.
     """
     first: Any = args[0]
     device = first.get_device()
@@ -79,7 +79,7 @@ def launch(kernel: Any, num_programs: int, *args: Tensor | TensorDescriptor | fl
 
 
 def _specialized(arg: Any) -> Any:
-    """Of an argument what Triton compiles for: dtype and alignment, or what is special about a number."""
+    """Return what Triton specializes on for an argument: dtype and alignment, or what is special about a number."""
     if isinstance(arg, Tensor):
         return arg.dtype, arg.data_ptr() % 16 == 0
     if type(arg) is int:
@@ -90,7 +90,7 @@ def _specialized(arg: Any) -> Any:
 
 
 def _trailing(kernel: Any, num_positional: int, constants: dict[str, Any]) -> tuple[Any, ...]:
-    """Values of the parameters that are not given by position, in their order."""
+    """Return the values of the parameters that are not given by position, in their order."""
     runtime = [p.name for p in kernel.params if p.name in constants and not p.is_constexpr]
     if runtime:
         raise TypeError(f"constants: expected tl.constexpr parameters and options, got {runtime}. Pass them in args.")

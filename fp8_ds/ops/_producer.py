@@ -1,4 +1,4 @@
-"""What the fused producers (RMSNorm, SwiGLU) share: how their FP8 output is scaled, in words and in plain torch."""
+"""Scaling of the FP8 output of the fused producers (RMSNorm, SwiGLU): types, checks and plain torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fp8_ds.numerics.scale import AmaxSlot, row_scale_from_amax
 from fp8_ds.ops.quantize import reference as quantize_reference
 
 Scaling = AmaxSlot | Literal["rowwise", "tensorwise"]
-"""An AmaxSlot: delayed scaling by what the slot holds, its amax_local takes the maximum. "rowwise": each row by its own
-amax, in one pass. "tensorwise": the whole by its own amax, in two passes over the inputs."""
+"""An AmaxSlot scales by what the slot holds (delayed), and its amax_local takes the maximum. "rowwise" scales each row
+by its own amax, in one pass; "tensorwise" the whole by its own amax, in two passes over the inputs."""
 
 
 class Fp8Output(NamedTuple):
@@ -30,8 +30,8 @@ class Fp8Output(NamedTuple):
 
 
 class SlotTensors(NamedTuple):
-    """An AmaxSlot, or none, as an op's schema has it; without `amax_local` where nothing is recorded: what is not
-    written must not be an argument that a graph takes for written."""
+    """Tensors of an AmaxSlot, or of none, for an op's schema. `amax_local` is None where nothing is recorded: a graph
+    would take the argument for written."""
 
     scale: Tensor | None
     scale_inv: Tensor | None
@@ -39,13 +39,13 @@ class SlotTensors(NamedTuple):
 
 
 def mode_of(scaling: Scaling, record: bool = True) -> tuple[str, SlotTensors]:
-    """`scaling` as an op's schema has it.
+    """Return `scaling` as the mode and the tensors of an op's schema.
 
     Args:
         record: whether a slot's amax_local takes the maximum (training), or is left (evaluation).
 
     Raises:
-        ValueError: neither a slot nor one of the two words.
+        ValueError: `scaling` is neither a slot nor one of the two words.
     """
     if isinstance(scaling, AmaxSlot):
         return "given", SlotTensors(scaling.scale, scaling.scale_inv, scaling.amax_local if record else None)
@@ -57,7 +57,7 @@ def mode_of(scaling: Scaling, record: bool = True) -> tuple[str, SlotTensors]:
 
 
 def check_rows(name: str, x: Tensor, like: Tensor | None = None) -> None:
-    """Refuses all but bf16 [T, C] whose rows are contiguous, of the shape of `like`."""
+    """Refuse all but bf16 [T, C] of the shape of `like` whose rows are contiguous."""
     if x.dtype != torch.bfloat16 or x.dim() != 2 or (like is not None and x.shape != like.shape):
         expected = "[T, C]" if like is None else str(tuple(like.shape))
         raise ValueError(f"{name}: expected bfloat16 {expected}, got {x.dtype} {tuple(x.shape)}. Cast or reshape it.")
@@ -69,7 +69,7 @@ def check_rows(name: str, x: Tensor, like: Tensor | None = None) -> None:
 
 
 def empty_output(like: Tensor, mode: str, dtype: torch.dtype, with_hp: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """x_fp8, scale_inv and hp (of no elements if not asked for), all of unknown content, for `like` [T, C]."""
+    """Allocate x_fp8, scale_inv and hp (without elements if not asked for) for `like` [T, C]."""
     scale_inv_shape = (like.shape[0], 1) if mode == "rowwise" else ()
     return (
         torch.empty(like.shape, dtype=dtype, device=like.device),
@@ -79,12 +79,12 @@ def empty_output(like: Tensor, mode: str, dtype: torch.dtype, with_hp: bool = Tr
 
 
 def empty_amax(mode: str, like: Tensor) -> Tensor:
-    """float32 of unknown content for an amax that the op measures for all: 0-dim if "tensorwise", else none."""
+    """Allocate float32 for an amax that the op measures: 0-dim if "tensorwise", else without elements."""
     return torch.empty(() if mode == "tensorwise" else (0,), dtype=torch.float32, device=like.device)
 
 
 def quantize_by(hp: Tensor, mode: str, slot: SlotTensors, dtype: torch.dtype, fp8_max: float) -> tuple[Tensor, Tensor]:
-    """(x_fp8, scale_inv) of bf16 [T, C] in plain torch: what each kernel's last step is held against."""
+    """Return (x_fp8, scale_inv) of bf16 [T, C] in plain torch: the reference of each kernel's last step."""
     if mode == "tensorwise":
         return quantize_reference.quantize_tensorwise(hp, dtype, fp8_max)
     if mode == "given":

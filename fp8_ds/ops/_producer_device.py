@@ -10,11 +10,11 @@ from fp8_ds.numerics.formats import E4M3
 from fp8_ds.ops._device import INFINITY, code_of
 
 GIVEN = tl.constexpr(0)
-"""Scale known; the amax is recorded."""
+"""The scale is known; the amax is recorded."""
 ROWWISE = tl.constexpr(1)
-"""Each row by its own amax."""
+"""Each row is scaled by its own amax."""
 AMAX = tl.constexpr(2)
-"""First pass of tensorwise: nothing but the amax leaves."""
+"""First pass of tensorwise: only the amax is written."""
 FROM_AMAX = tl.constexpr(3)
 """Second pass of tensorwise: the scale follows from that amax."""
 
@@ -22,7 +22,7 @@ _E4M3_MAX = tl.constexpr(E4M3.max)
 
 
 def words_to_codes(*scales: str) -> str:
-    """PTX of two words of two bf16, $1 and $2, times the float32 of these four operands, as four E4M3 in $0."""
+    """PTX that turns two words of two bf16, $1 and $2, times the float32 of these operands, into four E4M3, $0."""
     products = "\n".join(f"mul.rn.f32 y{k}, y{k}, {scale};" for k, scale in enumerate(scales))
     return f"""{{
 .reg .b32 x<4>;
@@ -59,7 +59,7 @@ cvt.rn.bf16x2.f32 $1, $5, $4;
 
 @triton.jit
 def to_float(x, PTX: tl.constexpr):
-    """float32 of bf16 or float32."""
+    """Convert bf16 or float32 to float32."""
     if x.dtype == tl.float32:
         y = x
     elif PTX:
@@ -71,9 +71,9 @@ def to_float(x, PTX: tl.constexpr):
 
 @triton.jit
 def to_bf16(x, PTX: tl.constexpr):
-    """float32 to bf16, to nearest even.
+    """Convert float32 to bf16, to nearest even.
 
-    In PTX two at a time: where a cast is not only stored, Triton's converts one, at an eighth of the rate.
+    PTX converts two at a time: where a cast is not only stored, Triton's converts one, at an eighth of the rate.
     """
     if PTX:
         y = tl.inline_asm_elementwise(_TO_BF16, "=r,=r,f,f,f,f", [x], tl.bfloat16, is_pure=True, pack=4)
@@ -93,7 +93,7 @@ mul.rn.bf16x2 $1, $3, $5;
 
 @triton.jit
 def times(x, y, PTX: tl.constexpr):
-    """bf16 of the product of two bf16 tensors.
+    """Multiply two bf16 tensors; the product is bf16.
 
     Both forms round as if once, subnormals too: a product has 16 bits, so float32 holds it exactly from 2**-134, below
     which all of bf16 is zero.
@@ -114,9 +114,9 @@ max.NaN.bf16x2 $1, $3, high;
 
 @triton.jit
 def larger(largest, x, PTX: tl.constexpr):
-    """The larger of `largest` and |x| in bf16, both as int16 bits: infinity above all finite ones, NaN above infinity.
+    """Return the larger of `largest` and |x| in bf16, both as int16 bits: infinity is largest but for NaN.
 
-    In PTX two elements at a time.
+    PTX takes two elements at a time.
     """
     if PTX:
         found = tl.inline_asm_elementwise(_LARGER, "=r,=r,r,r,r,r", [largest, x], tl.int16, is_pure=True, pack=4)
@@ -127,7 +127,7 @@ def larger(largest, x, PTX: tl.constexpr):
 
 @triton.jit
 def bits_of_largest(largest):
-    """int32 bits, as float32, of the largest of what `larger` gives for a vector or a matrix."""
+    """Return the int32 bits, as float32, of the largest of what `larger` gives for a vector or a matrix."""
     wide = largest.to(tl.int32)
     if len(wide.shape) == 2:
         wide = tl.max(wide, 1)
@@ -136,9 +136,9 @@ def bits_of_largest(largest):
 
 @triton.jit
 def quantize(x, factor, FP8_MAX: tl.constexpr, PTX: tl.constexpr):
-    """Codes, uint8, of bf16 times `factor`: to nearest even, saturating, NaN stays. FP8_MAX names the format.
+    """Return codes, uint8, of bf16 times `factor`: to nearest even, saturating, NaN stays. FP8_MAX names the format.
 
-    From bf16 in one block: what waits in registers for its scale takes two bytes an element, not four.
+    The input is bf16: what waits in registers for its scale takes two bytes an element, not four.
     """
     IS_E4M3: tl.constexpr = FP8_MAX == _E4M3_MAX
     if PTX:

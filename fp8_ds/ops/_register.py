@@ -1,4 +1,4 @@
-"""How an op of this package becomes a torch op, and what it may write to."""
+"""Registration of this package's torch ops, and rules for what they may write to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._guards import TracingContext
 
 _LIBRARIES: list[torch.library.Library] = []
-"""An op is gone when the library that defined it dies."""
+"""Libraries kept alive: an op is gone when the library that defined it dies."""
 
 
 def in_own_storage(view: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def in_own_storage(view: Tensor) -> Tensor:
 
 
 def _check_written(op: str, written: dict[str, Tensor]) -> None:
-    """Assert what `in_own_storage` is for."""
+    """Assert that each written tensor is the whole of a storage of its own, as `in_own_storage` makes it."""
     for name, x in written.items():
         assert x.storage_offset() == 0, f"{op}: {name}, which is written, is a view at an offset: use in_own_storage."
     storages = [x.untyped_storage()._cdata for x in written.values()]
@@ -47,15 +47,15 @@ def _check_written(op: str, written: dict[str, Tensor]) -> None:
 
 
 def register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """`torch.ops.fp8_ds.<name>` exists, runs `kernel`, and traces with `fake` (no graph break under torch.compile).
+    """Define `torch.ops.fp8_ds.<name>`, which runs `kernel` and traces with `fake` (no graph break in torch.compile).
 
-    The low-level define/impl pair instead of `torch.library.custom_op`: the latter adds several Python layers to each
-    call, and a linear makes six calls. No autograd kernel: these ops are called inside autograd functions only.
+    It uses the low-level define/impl pair: `torch.library.custom_op` adds several Python layers to each call, and a
+    linear makes six calls. There is no autograd kernel: these ops are called inside autograd functions only.
 
     Args:
         schema: "name(arguments) -> results" in torch's schema language.
-        kernel: same arguments; for CPU and CUDA tensors.
-        fake: same arguments; gives empty results of the right shape and dtype. While it is traced, tensors that the
+        kernel: takes the same arguments; for CPU and CUDA tensors.
+        fake: takes the same arguments; returns empty results of the right shape and dtype. In tracing, tensors that the
             schema says are written are checked: each must be the whole of a storage of its own.
 
     Returns:
@@ -74,7 +74,7 @@ def register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) 
 
 
 def is_on_cuda(x: Tensor, *_: Any) -> bool:
-    """Without elements there is no launch: the reference has nothing to compute then."""
+    """Whether `x` is on CUDA and has elements; without them there is nothing to launch."""
     return x.is_cuda and x.numel() > 0
 
 
@@ -86,14 +86,14 @@ def register_pair(
     function: str | None = None,
     takes_kernel: Callable[..., bool] = is_on_cuda,
 ) -> Any:
-    """`register` of an op that a function of `reference` computes, or one of the module `triton` beside it.
+    """Register an op that a function of `reference` computes, or one of the module `triton` beside it.
 
     Args:
         schema: its first argument is a tensor.
         reference: plain torch; it runs without autocast, which the dispatcher skips at our op and not inside it.
         fake: as in `register`.
-        function: name of both; None: that of the op.
-        takes_kernel: whether it is Triton's turn, of the op's arguments.
+        function: name of both functions; None: that of the op.
+        takes_kernel: maps the op's arguments to whether Triton computes it.
     """
     name = function or schema.split("(", 1)[0]
     plain, package = getattr(reference, name), reference.__name__.rpartition(".")[0]
@@ -109,10 +109,10 @@ def register_pair(
 
 
 def triton_of(package: str) -> Any:
-    """The module `triton` of an op's package; Triton itself is missing where there is no GPU.
+    """Import the module `triton` of an op's package; Triton itself is missing where there is no GPU.
 
     Raises:
-        ImportError: it is missing.
+        ImportError: Triton is missing.
     """
     try:
         return importlib.import_module(f"{package}.triton")
@@ -126,7 +126,7 @@ def triton_of(package: str) -> Any:
 
 
 def _checked(op: Any, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """`fake`, which checks first what the op writes, if torch.compile traces it. Lists are not: no graph has such ops.
+    """Wrap `fake` to check first what the op writes, if torch.compile traces it; lists, which no graph has, are not.
 
     Elsewhere (`torch.library.opcheck`) fake kernels see copies at offsets of torch's own choice.
     """

@@ -1,7 +1,7 @@
 """Device code of kernels that write a matrix's transpose where they compute it.
 
-A program takes a tile of 4 * QUARTER rows and 128 columns as four tensors [QUARTER, 128], of the rows 4 j, 4 j + 1,
-4 j + 2 and 4 j + 3. A thread so holds four codes of a column side by side and packs them into one 32-bit word: the
+A program takes a tile of 4 * QUARTER rows and 128 columns as four tensors [QUARTER, 128], of the rows 4 j, 4 j + 1, 4 j
++ 2 and 4 j + 3. So a thread holds four codes of a column side by side and packs them into one 32-bit word: the
 transpose moves words, not bytes, through shared memory, and both sides of it are read and written 16 bytes at a time.
 """
 
@@ -23,22 +23,22 @@ _COLS = tl.constexpr(TILE_COLS)
 
 
 def num_tiles(num_rows: int, num_cols: int, quarter: int) -> int:
-    """Programs for a matrix."""
+    """Return the number of programs for a matrix."""
     return ceil_div(num_rows, 4 * quarter) * ceil_div(num_cols, TILE_COLS)
 
 
 def is_even(num_rows: int, num_cols: int, quarter: int) -> bool:
-    """Whether no tile is cut off."""
+    """Whether all tiles are whole."""
     return num_rows % (4 * quarter) == 0 and num_cols % TILE_COLS == 0
 
 
 def as_words(x_fp8_t: Tensor) -> Tensor:
-    """A transposed plane as int32 where every row of it begins at a vector, else as bytes."""
+    """View a transposed matrix as int32 if each of its rows begins at a vector, else as bytes."""
     return x_fp8_t.view(torch.int32 if x_fp8_t.shape[1] % _ALIGNMENT == 0 else torch.uint8)
 
 
 def tile_options(quarter: int, num_rows: int, num_cols: int, columns: Tensor) -> dict[str, Any]:
-    """Constants of a kernel that takes such tiles and writes `columns`, made by `as_words`."""
+    """Return the constants of a kernel that takes such tiles and writes `columns`, made by `as_words`."""
     return {
         "QUARTER": quarter,
         "EVEN": is_even(num_rows, num_cols, quarter),
@@ -48,7 +48,7 @@ def tile_options(quarter: int, num_rows: int, num_cols: int, columns: Tensor) ->
 
 @triton.jit
 def tile_corner(num_cols, QUARTER: tl.constexpr, BACKWARDS: tl.constexpr = False):
-    """(first row, first column) of this program's tile; BACKWARDS: the first program has the last one."""
+    """Return (first row, first column) of this program's tile; BACKWARDS: the first program has the last one."""
     col_tiles = tl.cdiv(num_cols, _COLS)
     tile = tl.program_id(0)
     if BACKWARDS:
@@ -58,7 +58,7 @@ def tile_corner(num_cols, QUARTER: tl.constexpr, BACKWARDS: tl.constexpr = False
 
 @triton.jit
 def tile_masks(first_row, first_col, num_rows, num_cols, QUARTER: tl.constexpr):
-    """(row numbers, of the first of each four, and column numbers in the tile; what of the four tensors exists)."""
+    """Return row numbers (of the first of each four), column numbers in the tile, and masks of the four tensors."""
     rows = tl.arange(0, QUARTER) * 4
     cols = tl.arange(0, _COLS)
     left = num_rows - first_row
@@ -72,8 +72,8 @@ def tile_masks(first_row, first_col, num_rows, num_cols, QUARTER: tl.constexpr):
 
 @triton.jit
 def load_rows(x, rows, cols, stride, mask, EVEN: tl.constexpr, ONCE: tl.constexpr = False):
-    """One of the four tensors; zeros where there is nothing. `x` points at the tile's corner. ONCE: nobody reads it
-    again, and it makes room in the L2 cache first."""
+    """Load one of the four tensors, zeros outside. `x` points at the tile's corner. ONCE: nobody reads it again, so it
+    makes room in the L2 cache first."""
     POLICY: tl.constexpr = "evict_first" if ONCE else ""
     at = x + rows[:, None] * stride + cols[None, :]
     return tl.load(at, eviction_policy=POLICY) if EVEN else tl.load(at, mask, 0.0, eviction_policy=POLICY)
@@ -81,13 +81,13 @@ def load_rows(x, rows, cols, stride, mask, EVEN: tl.constexpr, ONCE: tl.constexp
 
 @triton.jit
 def store_rows(out, rows, cols, stride, value, mask, EVEN: tl.constexpr):
-    """The reverse of `load_rows`."""
+    """Store one of the four tensors, the reverse of `load_rows`."""
     tl.store(out + rows[:, None] * stride + cols[None, :], value, None if EVEN else mask)
 
 
 @triton.jit
 def store_transposed(word, x_t, first_row, first_col, num_rows, num_cols, EVEN: tl.constexpr, WORDS: tl.constexpr):
-    """[QUARTER, 128] words of four rows each, as 128 rows of the transpose. WORDS: x_t is int32, not uint8."""
+    """Store [QUARTER, 128] words of four rows each as 128 rows of the transpose. WORDS: x_t is int32, not uint8."""
     word = tl.trans(word)
     cols = tl.arange(0, word.shape[0])[:, None]
     quads = tl.arange(0, word.shape[1])[None, :]

@@ -1,7 +1,7 @@
-"""Counts of what a quantisation did to a tensor, accumulated on the device, without a host synchronisation.
+"""Counters of what a quantisation did to a tensor, accumulated on the device, without a host synchronisation.
 
-Plain torch: some passes over the tensor, in sampled steps alone. They are ops, so that a graph of torch.compile has
-them as they are and fuses none with what it computes.
+They are plain torch, some passes over the tensor, and run in sampled steps alone. They are ops, so that a graph of
+torch.compile has them as they are and fuses none with what it computes.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from fp8_ds.ops._register import register
 from fp8_ds.ops.blockwise import BLOCK
 
 NUM_COUNTS = 9
-"""amax of the codes, largest scale_inv; elements, saturated, zero or subnormal, exact zeros; amax before the cast; and
-what is known of a tensor whose codes have not been counted yet (two)."""
+"""Number of counts: amax of the codes, largest scale_inv; elements, saturated, zero or subnormal, exact zeros; amax
+before the cast; and two of a tensor whose codes have not been counted yet."""
 
 MAXIMA = (0, 1, 6)
-"""Which of them are maximumed; the others are added up."""
+"""Counts that take the maximum; the others are added up."""
 
 _PENDING_ZEROS, _PENDING_SATURATED = 7, 8
-"""Numbers of a tensor until its codes are counted; the latter plus 1, 0: unknown."""
+"""Numbers of a tensor until its codes are counted; the latter plus 1, where 0 means unknown."""
 
 _SIGN = 0x80
 
 
 def new_counts(*shape: int, device: torch.device | str) -> Tensor:
-    """Zeros, float64 [*shape, NUM_COUNTS]: exact counts up to 2**53."""
+    """Return zeros, float64 [*shape, NUM_COUNTS]: counts are exact up to 2**53."""
     return torch.zeros(*shape, NUM_COUNTS, dtype=torch.float64, device=device)
 
 
@@ -39,8 +39,8 @@ def observe_codes(codes: Tensor, scale_inv: Tensor, counts: Tensor, *, can_satur
         codes: float8_e4m3fn or float8_e5m2, [T, C].
         scale_inv: float32, multiply to leave FP8: one for all, [T, 1], or one per 1x128 or 128x128 block.
         counts: float64 [NUM_COUNTS], same device.
-        can_saturate: the scale is not of this tensor's own amax. Where `observe_hp` has not counted the saturated
-            elements, those at the largest code (or NaN) are: some too many.
+        can_saturate: whether the scale is not of this tensor's own amax. If `observe_hp` has not counted the saturated
+            elements, those at the largest code (or NaN) are counted instead: some too many.
     """
     _observe_codes(codes, scale_inv, counts, can_saturate)
 
@@ -48,7 +48,7 @@ def observe_codes(codes: Tensor, scale_inv: Tensor, counts: Tensor, *, can_satur
 def observe_hp(x: Tensor, counts: Tensor, scale_inv: Tensor | None = None, fp8_max: float = 0.0) -> None:
     """Record the amax of a tensor before its cast and, for the codes counted next, exact zeros and saturated elements.
 
-    A cast whose codes no GEMM reads (one repeated in the backward) therefore counts for nothing.
+    A cast whose codes no GEMM reads, such as one repeated in the backward, therefore counts for nothing.
 
     Args:
         x: floating, any shape.
@@ -79,7 +79,7 @@ def _count_codes(codes: Tensor, scale_inv: Tensor, counts: Tensor, can_saturate:
 
 
 def _block_maxima(magnitude: Tensor, scale_inv: Tensor) -> Tensor:
-    """Largest magnitude bits under each scale, in the shape of `scale_inv`: order of codes is order of values."""
+    """Return the largest magnitude bits under each scale, shaped as `scale_inv`: codes order as their values do."""
     if scale_inv.numel() == 1:
         return magnitude.amax().reshape(scale_inv.shape)
     if scale_inv.shape == (magnitude.shape[0], 1):

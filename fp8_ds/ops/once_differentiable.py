@@ -1,4 +1,4 @@
-"""Backwards that are written by hand: what differentiates one of them again is told so."""
+"""Hand-written backwards that raise an error when they are differentiated again."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _MESSAGE = (
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """`backward` of an autograd function; with `create_graph`, whoever differentiates its gradients gets an error.
+    """Wrap `backward` of an autograd function: with `create_graph`, differentiating its gradients raises an error.
 
-    torch's own (torch/autograd/function.py) hands out gradients without a graph where grad_output needs no gradient. So
-    does `torch.autograd.grad(layer(x).sum(), x, create_graph=True)`, whose gradient by x depends on the weight none the
-    less: a penalty on it would leave the weight out and say nothing.
+    torch's own (torch/autograd/function.py) hands out gradients without a graph where grad_output needs no gradient.
+    That is so in `torch.autograd.grad(layer(x).sum(), x, create_graph=True)`, whose gradient by x depends on the weight
+    none the less: a penalty on it would silently leave the weight out.
 
     Args:
         backward: takes ctx and gradients; returns a tensor or None, or a tuple of these.

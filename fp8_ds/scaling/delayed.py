@@ -19,7 +19,7 @@ _STATE = ("amax_history", "scale", "scale_inv", "amax_local")
 class AmaxHistory:
     """Amaxes of the last optimizer steps for many tensors (slots), and the scales that follow from them.
 
-    Between two updates the linears maximum into `amax_local`; `update` takes the vector after its MAX all-reduce, so
+    Between two updates the linears raise `amax_local`; `update` takes the vector after its MAX all-reduce, so
     histories and scales are equal on all ranks. Until the first update (`ready` is False) there is no scale to use and
     the linears scale by the tensor at hand. `amax_local`, `scale` and `scale_inv` keep their storage for life, so
     views of them stay good.
@@ -29,12 +29,12 @@ class AmaxHistory:
         fp8_max: largest finite value of each slot's format.
         history_len: steps remembered. 16 instead of Transformer Engine's 1024: a scale that is too small for 1024
             steps after one outlier costs more than the rare saturation that a short window risks.
-        device: where the vectors live: the linears' device.
-        names: of the slots, for the log.
+        device: device of the vectors, which is the linears'.
+        names: names of the slots, for the log.
 
     Attributes:
-        check: of the scales in use, by one rank of those that share this history; None in copies and pickles, too.
-        is_copy: whether it is a copy, or of a pickle, that nobody has updated.
+        check: check of the scales in use, on one rank of those that share this history; None in copies and pickles.
+        is_copy: whether this is a copy or from a pickle, and has not been updated since.
         amax_local: float32 [num_slots], maximum since the last update on this rank.
         scale, scale_inv: float32 [num_slots], multiply to enter FP8, and to leave.
         amax_history: float32 [history_len, num_slots], a ring, only finite values.
@@ -72,19 +72,19 @@ class AmaxHistory:
         return {**self.__dict__, "check": None, "is_copy": True}
 
     def move(self, device: torch.device) -> None:
-        """To where a copy's layers are now; each takes its slots anew."""
+        """Move to the device where a copy's layers are now; each layer takes its slots anew."""
         for name in ("amax_local", "scale", "scale_inv"):
             setattr(self, name, scale_vector(self.num_slots, device).copy_(getattr(self, name)))
         self.fp8_max, self.amax_history = self.fp8_max.to(device), self.amax_history.to(device)
 
     def slot(self, index: int) -> AmaxSlot:
-        """The entries of tensor `index`; good for the life of this object."""
+        """Return the entries of tensor `index`; they are good for the life of this object."""
         vectors = self.amax_local, self.scale, self.scale_inv
         return AmaxSlot(*(in_own_storage(vector[index]) for vector in vectors), origin=(self, index))
 
     @torch.no_grad()
     def update(self, amax_global: Tensor) -> None:
-        """One optimizer step is over: the scales follow the newest amaxes, and `amax_local` is zero again.
+        """Finish one optimizer step: the scales follow the newest amaxes, and `amax_local` is zero again.
 
         A slot whose amax is not finite keeps its scale: its history is reset to the last finite maximum, so neither
         the NaN nor the outliers before it linger. One that was not used, or saw only zeros, for a whole history keeps
@@ -116,7 +116,7 @@ class AmaxHistory:
 
     @torch.no_grad()
     def forget(self) -> None:
-        """As before the first update, in the same storage."""
+        """Reset to the state before the first update, in the same storage."""
         self.amax_history.zero_()
         self.amax_local.zero_()
         self.scale.fill_(1.0)
@@ -127,15 +127,15 @@ class AmaxHistory:
             self.check.restart()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain tensors and integers, readable by `torch.load(weights_only=True)`; what resumes bit for bit."""
+        """Return plain tensors and integers, readable by `torch.load(weights_only=True)`, that resume bit for bit."""
         vectors = {name: getattr(self, name).detach().clone() for name in _STATE}
         return vectors | {"num_updates": self.num_updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """This object continues where `state` was taken, in its own storage.
+        """Continue where `state` was taken, in this object's own storage.
 
         Raises:
-            ConfigError: the state is of another number of slots or another history length; nothing is changed then.
+            ConfigError: the state has another number of slots or another history length; nothing is changed then.
         """
         for name in _STATE:
             expected, got = tuple(getattr(self, name).shape), tuple(state[name].shape)

@@ -1,4 +1,4 @@
-"""How many elements of a weight share a scale: all, a row, or a 128x128 tile.
+"""Granularity of weight scales: one for all elements, for a row, or for a 128x128 tile.
 
 A weight's scales are its *grid*: float32, 0-dim, [R, 1] or [ceil(R / 128), ceil(C / 128)] for a weight [R, C].
 """
@@ -21,13 +21,13 @@ from fp8_ds.ops.quantize import quantize
 
 @dataclass(frozen=True)
 class Granularity:
-    """TENSOR, ROW or TILE: rows and columns that share a scale (None: all), and whether it is a power of two."""
+    """Rows and columns that share a scale (None: all), and whether it is a power of two: TENSOR, ROW or TILE."""
 
     block: tuple[int | None, int | None]
     is_pow2: bool = False
 
     def grid(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the scales of a weight [R, C]; () where there is one for any shape."""
+        """Return the shape of the scales of a weight [R, C]; () where there is one for any shape."""
         if self == TENSOR:
             return ()
         rows, cols = shape
@@ -38,9 +38,9 @@ class Granularity:
         return math.prod(self.grid(shape))
 
     def amax(self, part: Tensor, shape: Sequence[int], start: int = 0) -> Tensor:
-        """Largest magnitudes of the blocks of a weight of `shape`, as far as they lie in one part of it; the rest is 0.
+        """Return the grid of largest magnitudes of a weight of `shape`, from one part of it; blocks outside it are 0.
 
-        `part`: bf16, fp16 or fp32 [numel]: elements [start, start + numel) of the flattened weight. Returns the grid.
+        `part`: bf16, fp16 or fp32 [numel]: elements [start, start + numel) of the flattened weight.
         """
         if self == TENSOR:
             if not part.numel():
@@ -52,7 +52,7 @@ class Granularity:
         return shard_block_amax(part, start, whole, (BLOCK, BLOCK))
 
     def scales(self, amax: Tensor) -> tuple[Tensor, Tensor]:
-        """(scale, scale_inv) of E4M3 weights, elementwise, by the rule of this granularity."""
+        """Return (scale, scale_inv) of E4M3 weights, elementwise, by the rule of this granularity."""
         rule = pow2_scale_from_amax if self.is_pow2 else row_scale_from_amax if self == ROW else scale_from_amax
         return rule(amax.to(torch.float32), E4M3.max)
 
@@ -67,14 +67,14 @@ OF_RECIPE = {
     "rowwise_with_gw_hp": ROW,
     "blockwise": TILE,
 }
-"""How weights are scaled, by recipe of the linears."""
+"""Granularity of weights, by recipe of the linears."""
 
 
 @dataclass(frozen=True)
 class CopiedScales:
-    """By which a copy of an FP8 weight, in high precision, is quantised to the bytes of the original.
+    """Scales that quantise a high-precision copy of an FP8 weight to the bytes of the original.
 
-    By scales of its own its values would be rounded to FP8 a second time. Where the largest magnitude changes, as
+    With scales of its own its values would be rounded to FP8 a second time. Where the largest magnitude changes, as
     training and moving averages make it, the scale is one of its own.
 
     Args:
@@ -90,7 +90,7 @@ class CopiedScales:
 
     @classmethod
     def of(cls, values: Tensor, granularity: Granularity, scale: Tensor, scale_inv: Tensor) -> CopiedScales:
-        """Scales for a copy of a weight that reads as `values` (hp, full shape) and has these scales."""
+        """Build scales for a copy of a weight that reads as `values` (hp, full shape) and has these scales."""
         amax = granularity.amax(values.reshape(-1), values.shape)
         fits = amax * scale <= E4M3.max * (1 + 2**-8)  # decoded values are rounded to bf16
         return cls(granularity, scale.clone(), scale_inv.clone(), torch.where(fits, amax, torch.nan))
@@ -100,7 +100,7 @@ class CopiedScales:
         return self.granularity == TENSOR or self.granularity.grid(weight.shape) == tuple(self.scale.shape)
 
     def quantize(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """(float8_e4m3fn of the shape of `weight`, its grid of scale_inv) of hp values."""
+        """Quantize hp values: return float8_e4m3fn of the shape of `weight`, and its grid of scale_inv."""
         scale, scale_inv, amax = (grid.to(weight.device) for grid in (self.scale, self.scale_inv, self.amax))
         now = self.granularity.amax(weight.reshape(-1), weight.shape)
         own_scale, own_scale_inv = self.granularity.scales(now)
@@ -110,7 +110,7 @@ class CopiedScales:
 
 
 def per_element(grid: Tensor, shape: Sequence[int]) -> Tensor:
-    """A grid as a tensor that broadcasts against the weight of `shape`: the grid itself but for tiles."""
+    """Return a grid as a tensor that broadcasts against the weight of `shape`: the grid itself but for tiles."""
     if grid.dim() == 0 or grid.numel() == 1 or grid.shape == (shape[0], 1):
         return grid
     return grid.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[: shape[0], : shape[1]]

@@ -30,11 +30,11 @@ _MAX_EXPONENT = 100
 _CARRY, _SHIFT = exponent_rule(E4M3.max)
 _EXPONENT = -1 << MANTISSA_BITS
 _RANGE = (127 + _SHIFT - _MAX_EXPONENT) << MANTISSA_BITS, (127 + _SHIFT + _MAX_EXPONENT) << MANTISSA_BITS
-"""Of an amax without its mantissa, as float32 stores it: its scale_inv is within 2**-100 to 2**100."""
+"""Limits of an amax's float32 bits without mantissa: its scale_inv is within 2**-100 to 2**100."""
 
 
 def check_betas(beta1: float, beta2: float) -> None:
-    """Raises ValueError where Adam's update has no bound: beta1**2 >= beta2, or one is not in [0, 1)."""
+    """Raise ValueError where Adam's update has no bound: beta1**2 >= beta2, or one is not in [0, 1)."""
     if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0 and beta1 * beta1 < beta2):
         raise ValueError(
             f"betas: expected two numbers in [0, 1) with beta1**2 < beta2, got ({beta1}, {beta2}). Without that Adam's "
@@ -49,7 +49,7 @@ def bound_of_powers(
     correction2: Tensor,
     ratio_correction: Tensor,
 ) -> Tensor:
-    """Largest `|m_hat / sqrt(v_hat)|` that Adam can produce in a step, with the same betas in all steps.
+    """Return the largest `|m_hat / sqrt(v_hat)|` that Adam can produce in a step, with the same betas in all steps.
 
     Args:
         factor: `(1 - beta1) / sqrt(1 - beta2)`.
@@ -62,10 +62,10 @@ def bound_of_powers(
 
 
 class BoundSums:
-    """S of rows whose betas have not been the same in all their steps; on the device, so a step makes no host wait.
+    """Sums S of rows whose betas have changed between steps, kept on the device so that the host never waits.
 
-    While they are the same, R_t follows from the count of steps (`bound_of_powers`), and there is no S. `row_groups`:
-    for each row the index of its parameter group.
+    While betas are constant, R_t follows from the count of steps (`bound_of_powers`), and there is no S. `row_groups`
+    has for each row the index of its parameter group.
     """
 
     def __init__(self, row_groups: Sequence[int], device: torch.device) -> None:
@@ -74,7 +74,7 @@ class BoundSums:
         self._have_moved = [False] * len(self._groups)
         self._mask: Tensor | None = None  # `_have_moved` on the device
         self._values, self._before = torch.zeros(2, len(self._groups), dtype=torch.float64, device=device)
-        """S, and what it was before the step that began last."""
+        """S, and its value before the step that began last."""
 
     @property
     def any_moved(self) -> bool:
@@ -90,7 +90,7 @@ class BoundSums:
         return any(groups) and any(groups[group] and not moved for group, moved in pairs)
 
     def end_constant(self, groups: Sequence[bool], sums: Tensor) -> None:
-        """Betas of these parameter groups move for the first time, after steps with this S, float64 [num_rows]."""
+        """Record that betas of these groups change for the first time, after steps with this S, float64 [num_rows]."""
         ends = [groups[group] and not moved for group, moved in zip(self._groups, self._have_moved, strict=True)]
         torch.where(self._on_device(ends), sums, self._values, out=self._values)
         self._have_moved = [moved or end for moved, end in zip(self._have_moved, ends, strict=True)]
@@ -99,11 +99,11 @@ class BoundSums:
     def bound(
         self, constant: Tensor | None, ratio: Tensor, factor: Tensor, root_factor: Tensor, steps: Tensor
     ) -> Tensor:
-        """R_t of the step that begins, by row; S is that after it.
+        """Return R_t of the step that begins, by row, and advance S past that step.
 
         Args:
             constant: float64 [num_rows], R_t of rows whose betas have never moved; None if there are none.
-            ratio, factor: of the step: `beta1**2 / beta2`, `(1 - beta1) / sqrt(1 - beta2)`.
+            ratio, factor: the step's `beta1**2 / beta2`, `(1 - beta1) / sqrt(1 - beta2)`.
             root_factor: `(1 - beta1**t) / sqrt(1 - beta2**t)`.
             steps: bool [num_rows] or 0-dim, rows that the step is counted for; S of the others stays.
         """
@@ -120,25 +120,25 @@ class BoundSums:
         return torch.where(self._mask, bound, constant)
 
     def keep(self, passed_over: Tensor | None = None) -> None:
-        """Hold, too, for shards that the step now begun counts and does not update: their moments are as before it.
+        """Keep the bound for shards that the step now begun counts and does not update: their moments are as before it.
 
-        `passed_over`: bool, 0-dim, whether there are such shards, the same on all ranks. None: there are.
+        `passed_over`: bool, 0-dim, whether there are such shards, the same on all ranks. None means that there are.
         """
         if self.any_moved:
             larger = torch.maximum(self._values, self._before)
             self._values.copy_(larger if passed_over is None else torch.where(passed_over, larger, self._values))
 
     def set(self, row: int, value: float | None) -> None:
-        """Row `row` has other moments, and this is their S. None: the betas of all their steps were the same."""
+        """Set S of row `row`, which has other moments now. None: the betas of all their steps were the same."""
         self._have_moved[row], self._mask = value is not None, None
         self._values[row] = 0.0 if value is None else value
 
     def get(self, row: int) -> Tensor | None:
-        """S of a row, float64, 0-dim on the device; None: its betas have not moved."""
+        """Return S of a row, float64, 0-dim on the device; None if its betas have not moved."""
         return self._values[row] if self._have_moved[row] else None
 
     def by_group(self) -> dict[int, float]:
-        """S by index of parameter group, the largest of its rows, where betas have moved. Waits for the device."""
+        """Return S by index of parameter group, the largest of its rows, where betas have moved. Waits for the GPU."""
         found: dict[int, float] = {}
         if self.any_moved:
             for group, value, moved in zip(self._groups, self._values.tolist(), self._have_moved, strict=True):
@@ -147,7 +147,7 @@ class BoundSums:
         return found
 
     def set_by_group(self, sums: Mapping[int, float]) -> None:
-        """Inverse of `by_group`, of moments that have been loaded."""
+        """Invert `by_group`, for moments that have been loaded."""
         for row, group in enumerate(self._groups):
             self.set(row, sums.get(group))
 
@@ -157,9 +157,9 @@ class BoundSums:
 
 
 def pow2_scale_inv(amax: Tensor) -> Tensor:
-    """Smallest power of two with `amax <= 448 * scale_inv`; 1 where amax is 0, NaN where it is not finite.
+    """Return the smallest power of two with `amax <= 448 * scale_inv`; 1 where amax is 0, NaN where it is not finite.
 
-    float32 of any shape; multiply to leave FP8. Its inverse is exact.
+    It is float32, of any shape; multiply to leave FP8. Its inverse is exact.
     """
     # By integers: between two steps every operator on a few numbers costs the device as much as one on many.
     rounded_up = ((amax.view(torch.int32) + _CARRY) & _EXPONENT).clamp(*_RANGE)
@@ -168,16 +168,16 @@ def pow2_scale_inv(amax: Tensor) -> Tensor:
 
 
 class PredictedScales:
-    """Scales of all weights with FP8 masters, a step ahead; equal on all ranks, since all they follow from is.
+    """Scales of all weights with FP8 masters, a step ahead; equal on all ranks, because their inputs are.
 
     Args:
-        num, device: of the weights.
+        num, device: number and device of the weights.
         group: ranks that share the weights; None for one process.
-        num_extra: floats of others, `extra`, reduced along.
+        num_extra: number of floats in `extra`, which are reduced along.
 
     Attributes:
         scale_inv, scale: float32 [num], each entry 16-byte aligned: payloads hold views of these.
-        previous_scale_inv, next_scale_inv: what a step reads masters with, and writes them with.
+        previous_scale_inv, next_scale_inv: scales that a step reads masters with, and writes them with.
         amax: float32 [num], of the masters over all ranks.
         measured: float32 [num], local, where a step collects the new masters' amaxes.
     """
@@ -238,7 +238,7 @@ class PredictedScales:
 
     @torch.no_grad()
     def commit(self, indices: Tensor | None = None) -> None:
-        """The weights (of `indices`: int64) are stored with their next scales from now on."""
+        """Put the next scales into force, for all weights or those at `indices` (int64)."""
         if indices is None:
             self.scale_inv.copy_(self.next_scale_inv)
             torch.reciprocal(self.next_scale_inv, out=self.scale)
@@ -249,13 +249,13 @@ class PredictedScales:
 
     @torch.no_grad()
     def start_reduce(self) -> None:
-        """Begin to maximum `measured` over the ranks, beside whatever follows; `wait` ends it."""
+        """Begin the MAX all-reduce of `measured` over the ranks, beside whatever follows; `wait` ends it."""
         if self.group is not None and self._vector.numel() and dist.get_world_size(self.group) > 1:
             self._work = dist.all_reduce(self._vector, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
     @torch.no_grad()
     def wait(self) -> None:
-        """`amax` is that of the masters as they are. A weight that no step has touched keeps its own."""
+        """Finish the all-reduce: `amax` becomes that of the masters. A weight that no step touched keeps its own."""
         if self._work is not None:
             self._work.wait()
             self._work = None

@@ -1,4 +1,4 @@
-"""ScaleCheck: tensors whose delayed scale has not fitted them for some steps are named in the log."""
+"""Check that names, in the log, tensors whose delayed scale has not fitted them for some steps."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _NUM_SHOWN = 4
 
 
 class ScaleCheck:
-    """Names each slot of an AmaxHistory that underflowed or saturated as a whole `NUM_STEPS` steps running, once.
+    """Check that names each slot of an AmaxHistory, once, that underflows or saturates for `NUM_STEPS` steps running.
 
-    It underflowed if its amax times the scale in use was below 1/16, and saturated if that was above 16 times
+    A slot underflows if its amax times the scale in use is below 1/16, and saturates if that is above 16 times
     `fp8_max`. A step whose amax is 0 (an idle expert) or not finite (a skipped step) is left out: it neither counts nor
     ends a run. Checkpoints keep no runs: they begin anew after a load.
 
@@ -40,12 +40,12 @@ class ScaleCheck:
         self.restart()
 
     def restart(self) -> None:
-        """Amaxes and scales are others now: what was found before says nothing of them."""
+        """Start anew: amaxes and scales have changed, and earlier findings say nothing of them."""
         self._is_sent = False
         self._runs = np.zeros(len(self._names), dtype=np.int64)
 
     def after_step(self, amax: Tensor, scale: Tensor) -> None:
-        """A step is over, with these amaxes over all ranks, by these scales; the one before it is judged."""
+        """Send a step's amaxes over all ranks times its scales to the host, and judge the step before it."""
         if self._is_sent:
             scaled = self._host.read_if_arrived()
             if scaled is None:

@@ -1,4 +1,4 @@
-"""Queries, keys and values in E4M3 with one scale for each sequence and key/value head, and back.
+"""Quantisation of queries, keys and values to E4M3 with one scale for each sequence and key/value head, and back.
 
 Scales are powers of two: bf16 holds every code times its scale, so the values that the backward multiplies are exactly
 those that the forward has seen. E4M3 has an exponent of its own, so only its subnormal end loses by it.
@@ -50,14 +50,14 @@ _dequantize_op = register_pair(
 def quantize(
     q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, *, hadamard: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k and v in E4M3, each by the largest power of two that the amax of its sequence and key/value head allows.
+    """Quantize q, k and v to E4M3, by the largest power of two that each sequence's and key/value head's amax allows.
 
-    As many heads of q share a scale as share a key: FlashAttention-3 takes it so (hopper/flash_api.cpp: `q_descale` is
+    Heads of q that share a key share a scale, as FlashAttention-3 requires (hopper/flash_api.cpp: `q_descale` is
     (batch, heads of k)).
 
     Args:
         q, k, v: [batch, sequence, heads, dim], or [tokens, heads, dim] with `packing`; any strides.
-        hadamard: q and k are rotated first (rotation.py), rounded to their dtype.
+        hadamard: whether q and k are rotated first (rotation.py), rounded to their dtype.
 
     Returns:
         (q_fp8, k_fp8, v_fp8, descales): float8_e4m3fn, contiguous; float32 [3, sequences, kv heads], multiply to leave
@@ -69,12 +69,12 @@ def quantize(
 
 
 def dequantize(x_fp8: Tensor, scale_inv: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> Tensor:
-    """`x_fp8 * scale_inv` in bf16, exact while it is normal there.
+    """Compute `x_fp8 * scale_inv` in bf16; it is exact where bf16 holds it as a normal number.
 
     Args:
-        x_fp8: one of those that `quantize` gave.
+        x_fp8: float8_e4m3fn, one of the three tensors that `quantize` returned.
         scale_inv: float32 [sequences, kv heads], contiguous: its row of the descales.
-        cu_seqlens, max_seqlen: of packed sequences; else None and any number.
+        cu_seqlens, max_seqlen: bounds and longest length of packed sequences; else None and any number.
     """
     x: Tensor = _dequantize_op(x_fp8, scale_inv, cu_seqlens, max_seqlen)
     return x

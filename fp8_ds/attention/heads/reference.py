@@ -1,4 +1,4 @@
-"""Queries, keys and values into E4M3 and back in plain torch: what the kernels are held against, and runs on CPU."""
+"""Queries, keys and values to E4M3 and back in plain torch: the reference of the kernels, also used on CPU."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from fp8_ds.ops.blockwise.reference import scale_from_amax
 
 
 def _sequence_of(num_tokens: int, cu_seqlens: Tensor) -> Tensor:
-    """int64 [tokens]: the sequence that each is of."""
+    """Return the sequence of each token, int64 [tokens]."""
     places = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), places, right=True)
 
 
 def amax_heads(x: Tensor, num_kv_heads: int, cu_seqlens: Tensor | None) -> Tensor:
-    """Largest magnitudes, float32 [sequences, kv heads]; 0 for an empty sequence, NaN where there is one."""
+    """Return largest magnitudes, float32 [sequences, kv heads]; 0 for an empty sequence, NaN where there is one."""
     of_tokens = x.unflatten(-2, (num_kv_heads, -1)).abs().amax((-2, -1)).float()
     if cu_seqlens is None:
         return of_tokens.amax(1)
@@ -27,17 +27,17 @@ def amax_heads(x: Tensor, num_kv_heads: int, cu_seqlens: Tensor | None) -> Tenso
 
 
 def _per_head(scale: Tensor, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """[sequences, kv heads] as a factor that broadcasts against x, grouped by kv head."""
+    """Reshape [sequences, kv heads] to a factor that broadcasts against x, grouped by kv head."""
     if cu_seqlens is None:
         return scale[:, None, :, None, None]
     return scale[_sequence_of(len(x), cu_seqlens)][:, :, None, None]
 
 
 def quantize_head_groups(x: Tensor, num_kv_heads: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(x_fp8, scale_inv [sequences, kv heads]) of one of q, k and v."""
+    """Quantize one of q, k and v; return (x_fp8, scale_inv [sequences, kv heads])."""
     scale, scale_inv = scale_from_amax(amax_heads(x, num_kv_heads, cu_seqlens), E4M3.max)
     grouped = x.unflatten(-2, (num_kv_heads, -1)).float()
-    # Infinities saturate here; their scale_inv is NaN, as that of NaN.
+    # Infinities saturate here; their scale_inv is NaN, as for NaN.
     scaled = (grouped * _per_head(scale, x, cu_seqlens)).clamp(-E4M3.max, E4M3.max)
     return scaled.to(E4M3.torch_dtype).flatten(-3, -2).contiguous(), scale_inv
 

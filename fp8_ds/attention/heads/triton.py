@@ -1,6 +1,6 @@
-"""Queries, keys and values into E4M3 and back by Triton kernels: two reads of each, the rotation in registers.
+"""Queries, keys and values to E4M3 and back by Triton kernels: two reads of each, the rotation in registers.
 
-The same bits as `reference`, with the rotation but for the order of its sums.
+Results have the same bits as `reference`, except for the order of the rotation's sums.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -29,7 +29,7 @@ _E4M3_MAX_BITS = tl.constexpr(0x43E00000)
 
 @triton.jit
 def _sequence(cu_seqlens, seqlen, stride_batch, stride_token, num_kv_heads, PACKED: tl.constexpr):
-    """Of this program's: (the tokens before it, its length, where it begins in memory)."""
+    """Return (tokens before it, its length, its offset in memory) of this program's sequence."""
     sequence = tl.program_id(1) // num_kv_heads
     if PACKED:
         start = tl.load(cu_seqlens + sequence).to(tl.int64)
@@ -45,7 +45,7 @@ def _sequence(cu_seqlens, seqlen, stride_batch, stride_token, num_kv_heads, PACK
 @triton.jit
 def _tile(x, begin, stride_token, stride_head, head, rows, cols, length, dim, matrix, ROTATE: tl.constexpr,
           PTX: tl.constexpr):  # fmt: skip
-    """bf16 [ROWS, DIM] of one head, rotated if so; 0 beyond the ends."""
+    """Load bf16 [ROWS, DIM] of one head, rotated if ROTATE; 0 beyond the ends."""
     mask = (rows < length)[:, None] & (cols < dim)[None, :]
     at = begin + rows[:, None].to(tl.int64) * stride_token + head * stride_head + cols[None, :]
     tile = tl.load(x + at, mask, 0.0)
@@ -65,7 +65,7 @@ def amax_kernel(
     GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PACKED: tl.constexpr, ROTATE: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """ROWS tokens of the heads that share a key: their largest magnitude goes into `amax` [sequences, kv heads]."""
+    """Take the largest magnitude of ROWS tokens and the heads that share a key into `amax` [sequences, kv heads]."""
     _, length, begin = _sequence(cu_seqlens, seqlen, stride_batch, stride_token, num_kv_heads, PACKED)
     if tl.program_id(0) * ROWS < length:
         rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -85,7 +85,7 @@ def quantize_kernel(
     GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PACKED: tl.constexpr, ROTATE: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """The same tokens and heads cast by the power of two that `amax` allows. x_fp8: bytes, contiguous."""
+    """Cast the same tokens and heads by the power of two that `amax` allows. x_fp8: bytes, contiguous."""
     start, length, begin = _sequence(cu_seqlens, seqlen, stride_batch, stride_token, num_kv_heads, PACKED)
     scale, inverse = pow2_scales(tl.load(amax.to(tl.pointer_type(tl.int32), bitcast=True) + tl.program_id(1)),
                                  _E4M3_MAX_BITS)  # fmt: skip
@@ -107,7 +107,7 @@ def dequantize_kernel(
     x_fp8, cu_seqlens, scale_inv, x, seqlen, dim, num_kv_heads,
     GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PACKED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The way back, to bf16. x_fp8: bytes; both contiguous."""
+    """Dequantize to bf16. x_fp8: bytes; both contiguous."""
     start, length, _ = _sequence(cu_seqlens, seqlen, 0, 0, num_kv_heads, PACKED)
     if tl.program_id(0) * ROWS < length:
         factor = tl.load(scale_inv + tl.program_id(1))
@@ -122,12 +122,12 @@ def dequantize_kernel(
 
 
 _ELEMENTS = 8192
-"""Of a tile: 64 a thread."""
+"""Elements of a tile: 64 a thread."""
 _NUM_WARPS = 4
 
 
 def _launch(x: Tensor, num_kv_heads: int, cu_seqlens: Tensor | None, max_seqlen: int) -> tuple[Any, dict[str, Any]]:
-    """(grid, constants) for kernels over x."""
+    """Return (grid, constants) for kernels over x."""
     padded = max(triton.next_power_of_2(x.shape[-1]), 16)
     rows = max(_ELEMENTS // padded, 16)
     sequences = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
@@ -147,7 +147,7 @@ def _cast(
     x: Tensor, num_kv_heads: int, cu_seqlens: Tensor | None, max_seqlen: int, matrix: Tensor | None, amax: Tensor,
     scale_inv: Tensor,
 ) -> Tensor:  # fmt: skip
-    """One of q, k and v in E4M3. amax: zeros, and scale_inv: float32 [sequences, kv heads], written."""
+    """Quantize one of q, k and v. `amax`, zeros, and scale_inv, both float32 [sequences, kv heads], are written."""
     x_fp8 = torch.empty(x.shape, dtype=E4M3.torch_dtype, device=x.device)
     grid, constants = _launch(x, num_kv_heads, cu_seqlens, max_seqlen)
     strides = (0 if cu_seqlens is not None else x.stride(0), x.stride(-3), x.stride(-2))
@@ -170,7 +170,7 @@ def quantize(
     max_seqlen_k: int,
     hadamard: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `reference.quantize`; bf16 on CUDA, or on CPU under Triton's interpreter."""
+    """Triton version of `reference.quantize`; bf16 on CUDA, or on CPU under Triton's interpreter."""
     num_kv_heads = k.shape[-2]
     sequences = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     amax = torch.zeros(3, sequences, num_kv_heads, dtype=torch.float32, device=q.device)
@@ -183,7 +183,7 @@ def quantize(
 
 
 def dequantize(x_fp8: Tensor, scale_inv: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> Tensor:
-    """As `reference.dequantize`."""
+    """Triton version of `reference.dequantize`."""
     x = torch.empty(x_fp8.shape, dtype=torch.bfloat16, device=x_fp8.device)
     num_kv_heads = scale_inv.shape[1]
     grid, constants = _launch(x_fp8, num_kv_heads, cu_seqlens, max_seqlen)

@@ -20,20 +20,20 @@ __all__ = ["AdamShard", "AdamStep", "Hyper", "StepInputs", "prepare"]
 AdamStep = Callable[[Sequence[Tensor | None], StepInputs], None]
 """One Adam step on the shards it was prepared for: updates in place what `AdamShard` names, and `inputs.amax`.
 
-Of gradients, bf16 or float32, 1-D [shard.numel], contiguous, one per shard; None: that shard is left as it is. And of
-the numbers of the step, which are read on the device: the host does not wait for it, but with the reference.
+It takes gradients, bf16 or float32, 1-D [shard.numel], contiguous, one per shard (None leaves a shard as it is), and
+the numbers of the step, which are read on the device: the host waits for the device with the reference only.
 """
 
 
 def prepare(shards: Sequence[AdamShard]) -> AdamStep:
-    """A step for these shards, whose tensors keep their addresses: by the kernel on CUDA, else by the reference.
+    """Prepare a step for these shards, whose tensors keep their addresses: by the kernel on CUDA, else the reference.
 
     Args:
-        shards: all on one device; empty ones are allowed.
+        shards: shards on one device; empty ones are allowed.
 
     Raises:
-        ValueError: shards on several devices.
-        ImportError: shards on CUDA without the triton package.
+        ValueError: the shards are on several devices.
+        ImportError: the shards are on CUDA, and the triton package is missing.
     """
     devices = {shard.hi.device for shard in shards}
     if len(devices) > 1:

@@ -1,6 +1,6 @@
-"""The arithmetic of kernel.py, an element or a group at a time: random words, codes, scales, roots.
+"""Arithmetic of kernel.py, for an element or a group at a time: random words, codes, scales, roots.
 
-PTX (ops/_device.py): blocks of ptx.py stand for the plain formulas beside them.
+PTX (ops/_device.py) selects the blocks of ptx.py instead of the plain formulas beside them.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -29,7 +29,7 @@ _PAIR_AFTER = tl.constexpr(rounding.NEXT_PAIR * rounding.NEXT_PAIR & 0xFFFFFFFF)
 
 @triton.jit
 def mix(x):
-    """`rounding.mix` in uint32."""
+    """Hash as `rounding.mix` does, in uint32."""
     x = (x ^ (x >> 16)) * _MIX_1
     x = (x ^ (x >> 15)) * _MIX_2
     return x ^ (x >> 15)
@@ -37,7 +37,7 @@ def mix(x):
 
 @triton.jit
 def words_of(x, twist, moved):
-    """`rounding._words`, uint32 [rows, 4 n], of uint32 [rows, n]: `number * WEYL + first` of eight elements.
+    """Return uint32 [rows, 4 n], as `rounding._words`, of uint32 [rows, n]: `number * WEYL + first` of eight elements.
 
     `twist` is `second ^ (second >> 15)`: the second key is mixed in after the shift, not before.
     """
@@ -50,7 +50,7 @@ def words_of(x, twist, moved):
 
 @triton.jit
 def group_scale_inv(amax, MAX: tl.constexpr, TINY: tl.constexpr, PTX: tl.constexpr):
-    """`moments.group_scale_inv` and its inverse, 0 for a group of zeros."""
+    """Return `moments.group_scale_inv` and its inverse, 0 for a group of zeros."""
     is_zero = amax < TINY
     if PTX:
         # A quotient by a constant, corrected by its exact remainder: correctly rounded for every mantissa (tested).
@@ -78,7 +78,7 @@ def as_float32(grad, PACKED: tl.constexpr):
 
 @triton.jit
 def largest_magnitude(x):
-    """float32 [rows] of [rows, n]: of pairs by floats, whose signs cost nothing, then by integers, three at a time."""
+    """Reduce [rows, n] to float32 [rows]: pairs by floats, whose signs are free, then by integers, three at once."""
     low, high = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
     pairs = tl.maximum(tl.abs(low), tl.abs(high))
     return tl.max(pairs.to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
@@ -86,7 +86,7 @@ def largest_magnitude(x):
 
 @triton.jit
 def old_v(code, factor, PTX: tl.constexpr):
-    """The squares of E4M4 codes, which are exact, times a factor per group."""
+    """Return the squares of E4M4 codes, which are exact, times a factor per group."""
     if PTX:  # 2**8 smaller
         root = tl.inline_asm_elementwise(_DECODE_E4M4, "=f,=f,=f,=f,r", [code], tl.float32, is_pure=True, pack=4)
         factor = factor * 65536.0
@@ -97,9 +97,9 @@ def old_v(code, factor, PTX: tl.constexpr):
 
 @triton.jit
 def encode_moments(m, root, random, PACKED: tl.constexpr):
-    """Codes of m and root, scaled. `random`: 32 bits for each pair. PACKED: where neighbours are in one thread.
+    """Encode m and root, scaled. `random`: 32 bits for each pair. PACKED: neighbours are in one thread.
 
-    m is finite, as it is where steps with an infinite or NaN gradient are skipped: of a NaN nothing can be said here.
+    m is finite, because steps with an infinite or NaN gradient are skipped; the codes of a NaN are undefined.
     """
     m = m * DOWN
     root = root * DOWN
@@ -122,7 +122,7 @@ def encode_moments(m, root, random, PACKED: tl.constexpr):
 
 @triton.jit
 def root_and_reciprocal(v, factor, eps, PTX: tl.constexpr):
-    """`root = sqrt(v)` and `1 / (root * factor + eps)`."""
+    """Return `root = sqrt(v)` and `1 / (root * factor + eps)`."""
     if PTX:
         factor = tl.zeros(v.shape, tl.float32) + factor
         eps = tl.zeros(v.shape, tl.float32) + eps
@@ -142,7 +142,7 @@ def root_and_reciprocal(v, factor, eps, PTX: tl.constexpr):
 
 @triton.jit
 def decode_fp8_master(hi, lo, LO_BITS: tl.constexpr, DROP_BITS: tl.constexpr, PTX: tl.constexpr):
-    """The master over scale_inv and over 2**120: its bits, where float32 has them."""
+    """Return the bits of the master over scale_inv and over 2**120, at their place in float32."""
     if PTX and LO_BITS == 8:
         raw = tl.inline_asm_elementwise(_DECODE_E4M11, "=f,=f,=f,=f,r,r", [hi, lo], tl.float32, is_pure=True, pack=4)
     else:
@@ -154,7 +154,7 @@ def decode_fp8_master(hi, lo, LO_BITS: tl.constexpr, DROP_BITS: tl.constexpr, PT
 
 @triton.jit
 def decode_bf16_master(hi, lo, LO_BITS: tl.constexpr, DROP_BITS: tl.constexpr):
-    """The master in float32; `hi`: the bits of bf16, int16."""
+    """Return the master in float32; `hi`: the bits of bf16, int16."""
     code = hi.to(tl.int32)
     mag = tl.maximum(((code & 0x7FFF) << LO_BITS) + lo.to(tl.int32), 0)  # < 0: a parameter zeroed by a user
     return ((mag << DROP_BITS) | ((code >> 31) << 31)).to(tl.float32, bitcast=True)
@@ -164,7 +164,7 @@ def decode_bf16_master(hi, lo, LO_BITS: tl.constexpr, DROP_BITS: tl.constexpr):
 def encode_master(
     w, random, LO_BITS: tl.constexpr, DROP_BITS: tl.constexpr, MAX_MAG: tl.constexpr, HI_BITS: tl.constexpr
 ):
-    """Codes of float32 numbers as integers: (high, low, magnitude). `random`: 32 bits a pair; None: to nearest even."""
+    """Encode float32 numbers as integers (high, low, magnitude). `random`: 32 bits a pair; None: to nearest even."""
     bits = w.to(tl.int32, bitcast=True)
     mag = bits & 0x7FFFFFFF
     if random is not None:

@@ -1,4 +1,4 @@
-"""The device code of `triton.TritonStep`; the same bits as `reference`.
+"""Device code of `triton.TritonStep`; the same bits as `reference`.
 
 Nothing is fused (`enable_fp_fusion=False`), roots and quotients are correctly rounded, subnormals are kept.
 """
@@ -36,7 +36,7 @@ _TINY = tl.constexpr(moments.TINY)
 _TINY_ROOT = tl.constexpr(moments.TINY_ROOT)
 _SMALLEST_V = tl.constexpr(moments.SMALLEST_V)
 _ONE_TWICE = tl.constexpr(2 * (127 << 23))
-"""Less the bits of a power of two in float32 it is those of its inverse."""
+"""The bits of a power of two in float32 subtracted from this are those of its inverse."""
 _ENCODE_E4M11 = tl.constexpr(ptx.ENCODE_E4M11)
 _STORE_SCALES = tl.constexpr(ptx.STORE_SCALES)
 
@@ -57,7 +57,7 @@ _BOUND = tl.constexpr(int(Hyper.BOUND))
 _HYPER_WIDTH = tl.constexpr(int(Hyper.WIDTH))
 
 COLUMNS = ("hi", "lo", "m", "v", "m_scale", "v_scale", "numel", "start", "param_id", "group", "scale", "first_block")
-"""Of the table of pieces of shards, int64 [num_pieces, TABLE_WIDTH]."""
+"""Columns of the table of pieces of shards, int64 [num_pieces, TABLE_WIDTH]."""
 
 _HI, _LO, _M, _V, _M_SCALE, _V_SCALE, _NUMEL, _START, _PARAM_ID, _GROUP_ROW, _SCALE, _FIRST_BLOCK = (
     tl.constexpr(column) for column in range(len(COLUMNS))
@@ -98,7 +98,7 @@ def adamw_kernel(
     ROWS: tl.constexpr,
     NUM_TILES: tl.constexpr,
 ):
-    """Args: as `StepInputs`, and what `triton._Kind` holds. One program for each of its blocks that has a gradient."""
+    """Update one block of shards that has a gradient. Args: as `StepInputs`, and the fields of `triton._Kind`."""
     skipped = tl.load(skip)  # asked about where the gradient is: the piece's number does not wait for it
     block = tl.program_id(0) + first_block
     piece = tl.load(block_pieces + block)

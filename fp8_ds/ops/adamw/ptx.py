@@ -1,6 +1,6 @@
 """PTX of the Adam kernel: four elements at a time, bytes unpacked and packed in registers.
 
-What Triton makes of the same formulas takes half as many instructions again, and the step is bound by them. Every block
+Triton's own code for these formulas takes half as many instructions again, and the step is bound by them. Every block
 gives the bits of the plain formulas beside it in triton.py, which the interpreter and other GPUs than NVIDIA's run.
 """
 
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 
 def _each(template: str) -> str:
-    """`template` four times, with # as the number of the element."""
+    """Repeat `template` four times, with # as the number of the element."""
     return "\n".join(template.replace("#", str(index)) for index in range(4))
 
 
 def _operands(text: str, **first: int) -> str:
-    """`text` with the names of operands, %name0 to %name3, as four numbers of operands from `first[name]` on."""
+    """Replace the operands' names in `text`, %name0 to %name3, by four numbers of operands from `first[name]` on."""
     for name, start in first.items():
         for index in reversed(range(4)):
             text = text.replace(f"%{name}{index}", f"${start + index}")
@@ -27,7 +27,7 @@ neg.f32 b, $1;
 fma.rn.f32 e, b, y, 0f3F800000;
 fma.rn.f32 $0, y, e, y;
 }"""
-"""As in ROOT_AND_RECIPROCAL: scales of groups are in [2**-109, 2**120]."""
+"""Reciprocal as in ROOT_AND_RECIPROCAL: scales of groups are in [2**-109, 2**120]."""
 
 BF16_PAIRS = """{
 .reg .b32 t<4>;

@@ -27,7 +27,7 @@ from fp8_ds.ops.adamw.shards import AdamShard, Hyper, StepInputs
 
 
 def adamw_step(shards: Sequence[AdamShard], grads: Sequence[Tensor | None], inputs: StepInputs) -> None:
-    """Every shard that has a gradient is updated in place: hi, lo, m, v, their scales, and `inputs.amax`.
+    """Update every shard that has a gradient in place: hi, lo, m, v, their scales, and `inputs.amax`.
 
     Args:
         shards: on one device.
@@ -53,7 +53,7 @@ def _step_shard(shard: AdamShard, grad: Tensor, inputs: StepInputs) -> None:
 
 
 def unclamped_update(shard: AdamShard, grad: Tensor, w: Tensor, inputs: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """(m_hat / (sqrt(v_hat) + eps), m, sqrt(v)) of this step, float32 [numel]; `w` are the masters."""
+    """Return (m_hat / (sqrt(v_hat) + eps), m, sqrt(v)) of this step, float32 [numel]; `w` are the masters."""
     row = inputs.hyper[shard.group]
     g = grad.float() * inputs.grad_scale
     if not inputs.decoupled:
@@ -67,13 +67,13 @@ def unclamped_update(shard: AdamShard, grad: Tensor, w: Tensor, inputs: StepInpu
 def update_of(
     g: Tensor, m_code: Tensor, root_code: Tensor, m_factor: Tensor, v_factor: Tensor, row: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `unclamped_update`, in the shape of `g`.
+    """Return the results of `unclamped_update`, in the shape of `g`.
 
     Args:
         g: float32, the gradient as Adam sees it.
         m_code, root_code: moments without their scales.
         m_factor, v_factor: `beta1 * m_scale_inv`, `beta2 * v_scale_inv**2`; broadcast.
-        row: of the hyperparameters; its columns broadcast.
+        row: row of the hyperparameters; its columns broadcast.
     """
     m = m_code * m_factor + row[Hyper.ONE_MINUS_BETA1] * g
     v = (root_code * root_code) * v_factor + row[Hyper.ONE_MINUS_BETA2] * (g * g)
@@ -82,7 +82,7 @@ def update_of(
 
 
 def read_master(shard: AdamShard, scale_inv: Tensor) -> Tensor:
-    """float32 [numel]: the master weights of the shard; the master itself where it is float32."""
+    """Return the master weights of the shard, float32 [numel]; the master itself where it is float32."""
     if shard.lo is None:
         return shard.hi
     lo = from_groups(shard.lo.view(-1, GROUP), shard.numel, shard.start)
@@ -108,7 +108,7 @@ def write_master(shard: AdamShard, value: Tensor, inputs: StepInputs) -> None:
 
 
 def _codes(shard: AdamShard) -> tuple[Tensor, Tensor]:
-    """(m, sqrt(v)) without their scales: float32 [numel]."""
+    """Return (m, sqrt(v)) without their scales: float32 [numel]."""
     ones = torch.ones_like(shard.m_scale_inv)
     m, root = dequantize_m(shard.m.view(-1, GROUP), ones), dequantize_root(shard.v.view(-1, GROUP), ones)
     return from_groups(m, shard.numel, shard.start), from_groups(root, shard.numel, shard.start)
@@ -119,7 +119,7 @@ def _per_element(of_group: Tensor, shard: AdamShard) -> Tensor:
 
 
 def read_moments(shard: AdamShard) -> tuple[Tensor, Tensor]:
-    """(m, sqrt(v)): float32 [numel]."""
+    """Return (m, sqrt(v)): float32 [numel]."""
     m = dequantize_m(shard.m.view(-1, GROUP), shard.m_scale_inv)
     root = dequantize_root(shard.v.view(-1, GROUP), shard.v_scale_inv)
     return from_groups(m, shard.numel, shard.start), from_groups(root, shard.numel, shard.start)

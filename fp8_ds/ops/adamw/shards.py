@@ -1,4 +1,4 @@
-"""What one optimizer step works on: shards of weights, and the few numbers of the step."""
+"""Inputs of one optimizer step: shards of weights, and the few numbers of the step."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class AdamShard:
     """Contiguous elements `[start, start + numel)` of one weight, with their master and moments.
 
     Args:
-        name: of the weight, for messages.
-        numel: elements.
+        name: name of the weight, for messages.
+        numel: number of elements.
         start: first element, counted from the weight's own first. Groups of 128 and rounding noise follow it.
         param_id: number of the weight, the same on all ranks and in all runs: for rounding noise.
         group: row of the hyperparameters.
@@ -45,7 +45,7 @@ class AdamShard:
         hi: `fmt.hi_dtype` [numel], contiguous: the compute weight, or the float32 master (fp32).
 
     Attributes:
-        lo: `fmt.lo_dtype` [num_groups * 128], element i at `start % 128 + i`; None for fp32. Like all that follow it.
+        lo: `fmt.lo_dtype` [num_groups * 128], None for fp32. Here and below, element i is at `start % 128 + i`.
         m, v: uint8 [num_groups * 128], E4M3 codes, and E4M4 codes of sqrt(v).
         m_scale_inv, v_scale_inv: float32 [num_groups].
     """
@@ -66,7 +66,7 @@ class AdamShard:
 
     @property
     def head(self) -> int:
-        """Elements of the first group that belong to the shard before this one."""
+        """Number of elements of the first group that belong to the shard before this one."""
         return self.start % 128
 
     @property
@@ -85,9 +85,9 @@ class StepInputs:
         skip: int32, 0-dim: anything but 0 leaves every byte as it is.
         scale_inv: float32 [num_weights], any stride: powers of two the masters are stored with.
         next_scale_inv: the same, to store them with now.
-        amax: float32 [num_weights], contiguous: maximumed with the new masters' magnitudes. Entries are >= 0.
-        seed: of the rounding noise.
-        decoupled: AdamW (weight decay on the weight) or Adam (on the gradient).
+        amax: float32 [num_weights], contiguous, >= 0: takes the maximum of the new masters' magnitudes.
+        seed: seed of the rounding noise.
+        decoupled: whether weight decay acts on the weight (AdamW) or on the gradient (Adam).
     """
 
     hyper: Tensor

@@ -22,7 +22,7 @@ from fp8_ds.ops.adamw.shards import AdamShard, StepInputs
 
 @dataclass(frozen=True)
 class Launch:
-    """How a kind of shard is cut: programs of `num_tiles` tiles of `rows` groups, each by `num_warps` warps.
+    """Launch of a kind of shard: programs of `num_tiles` tiles of `rows` groups, each by `num_warps` warps.
 
     Args:
         max_registers: per thread, or None for the compiler's choice.
@@ -40,7 +40,7 @@ LAUNCHES = {
     "bf16_8": Launch(4, 8, 1, 96),
     "fp32": Launch(4, 8, 1, 96),
 }
-"""By master format; measured by a sweep on an H200 (git history, commit 32d3882). 16 one-byte elements a
+"""Launches by master format; measured by a sweep on an H200 (git history, commit 32d3882). 16 one-byte elements a
 thread are one vector. With one warp a program, reductions over a group stay in it, and many programs hide each other's
 waiting: so many registers a thread that 20 programs share a processor, of e4m11 25."""
 
@@ -65,10 +65,10 @@ class Addresses:
         self._captured: list[Tensor] = []
 
     def update(self, addresses: list[int]) -> Tensor:
-        """`addresses` on the device: int64 [num_pieces].
+        """Return `addresses` on the device: int64 [num_pieces].
 
         Raises:
-            RuntimeError: they changed, and a CUDA graph is being captured.
+            RuntimeError: the addresses changed, and a CUDA graph is being captured.
         """
         if self.device.type != "cuda":
             self.on_device = torch.tensor(addresses, dtype=torch.int64)
@@ -104,7 +104,7 @@ class Addresses:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Elements `[offset, offset + numel)` of a shard: whole tiles, or what lies beside them at an end."""
+    """Elements `[offset, offset + numel)` of a shard: whole tiles, or the rest beside them at an end."""
 
     position: int
     shard: AdamShard
@@ -135,7 +135,7 @@ class _Piece:
 
     @property
     def vectors(self) -> int:
-        """2 if all its tensors lie at multiples of 16 bytes, 1 if lo and the moments do, else 0."""
+        """Return 2 if all its tensors lie at multiples of 16 bytes, 1 if lo and the moments do, else 0."""
         addresses = self.addresses
         if self.is_edge or any(addresses[name] % _ALIGNMENT for name in ("lo", "m", "v")):
             return 0
@@ -160,7 +160,7 @@ def _tile(shard: AdamShard) -> int:
 
 
 def _pieces(position: int, shard: AdamShard) -> Iterator[_Piece]:
-    """A shard cut where its first whole group begins and where its last whole tile from there on ends."""
+    """Split a shard where its first whole group begins and where its last whole tile from there on ends."""
     head = min(-shard.start % moments.GROUP, shard.numel)
     whole = (shard.numel - head) // _tile(shard) * _tile(shard)
     for offset, numel in ((0, head), (head, whole), (head + whole, shard.numel - head - whole)):
@@ -174,8 +174,8 @@ class _Kind:
     Attributes:
         table: int64 [num_pieces, 16] on the device, columns as `COLUMNS`.
         block_pieces: int32 [num_blocks] on the device: the piece that a block works on.
-        first_blocks: of each piece, and num_blocks at the end.
-        addresses: of the gradients, for each gradient dtype and alignment.
+        first_blocks: first block of each piece, and num_blocks at the end.
+        addresses: addresses of the gradients, for each gradient dtype and alignment.
     """
 
     def __init__(self, pieces: list[_Piece], device: torch.device) -> None:
@@ -192,7 +192,7 @@ class _Kind:
 
 
 class TritonStep:
-    """`AdamStep` through `adamw_kernel`: a launch per master format, gradient dtype and alignment.
+    """`AdamStep` by `adamw_kernel`: one launch per master format, gradient dtype and alignment.
 
     Args:
         shards: on one CUDA device, or on CPU under Triton's interpreter; their tensors stay where they are.
@@ -275,6 +275,6 @@ def _check_grad(shard: AdamShard, grad: Tensor | None, device: torch.device) -> 
 
 
 def _seed_key(seed: int) -> int:
-    """`rounding.seed_key` as a signed 32-bit number."""
+    """Return `rounding.seed_key` as a signed 32-bit number."""
     key = rounding.seed_key(seed)
     return key - (1 << 32) if key >= 1 << 31 else key

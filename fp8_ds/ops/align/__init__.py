@@ -1,4 +1,4 @@
-"""Rows of FP8 codes that have a scale each, as columns that share one: codes are shifted by powers of two.
+"""Alignment of FP8 codes: rows with a scale each become columns that share one, by shifts by powers of two.
 
 A GEMM that contracts over tokens cannot apply a scale that varies from token to token. Where scales are powers of two,
 codes can take the largest of them instead: exactly where the shifted code is normal, to nearest even where it becomes
@@ -22,12 +22,12 @@ _align = register_pair(
 
 
 def align(x_fp8: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
-    """The transpose of `x_fp8` with one scale for all of it, the largest of its rows'.
+    """Transpose `x_fp8` and give all of it one scale, the largest of its rows'.
 
     Args:
         x_fp8: float8_e4m3fn or float8_e5m2 [T, C], contiguous.
         scale_inv: float32 [T], or [k] with one for T / k rows each, as ranks have; powers of two, multiply to leave
-            FP8; 0 for rows that are all zeros at will. NaN makes the result NaN.
+            FP8; rows that are all zeros may have 0. NaN makes the result NaN.
 
     Returns:
         (x_fp8_t, scale_inv): [C, T], contiguous; float32, 0-dim.

@@ -1,4 +1,4 @@
-"""The shift in plain torch."""
+"""Reference of the shift in plain torch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def align(x_fp8: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def ratios(scale_inv: Tensor) -> tuple[Tensor, Tensor]:
-    """(each scale of [k] over the largest, the largest); 0 where that is."""
+    """Return (each scale of [k] over the largest, the largest); the ratio is 0 where the largest is."""
     largest = scale_inv.amax()
     return torch.where(largest == 0, torch.zeros_like(scale_inv), scale_inv / largest), largest
 
 
 def shift_transpose(x_fp8: Tensor, ratio: Tensor) -> Tensor:
-    """Codes [T, C] times `ratio`, float32 [k], a power of two for T / k rows each, to nearest even; transposed."""
+    """Multiply codes [T, C] by `ratio`, float32 [k], a power of two for T / k rows each, to nearest even; transpose."""
     ratio = ratio.repeat_interleave(x_fp8.shape[0] // len(ratio))
     # FP8 codes and their products with powers of two are exact in bf16, as far down as an FP8 code can be told from 0.
     shifted = x_fp8.to(torch.bfloat16) * ratio.to(torch.bfloat16)[:, None]

@@ -24,7 +24,7 @@ from fp8_ds.ops.transpose.triton import (
 
 @triton.jit
 def _shifted(word, ratio, IS_E4M3: tl.constexpr, PTX: tl.constexpr):
-    """Four codes in a word, times `ratio`."""
+    """Multiply the four codes in a word by `ratio`."""
     x0 = decode((word & 0xFF).to(tl.uint8), IS_E4M3, PTX) * ratio
     x1 = decode(((word >> 8) & 0xFF).to(tl.uint8), IS_E4M3, PTX) * ratio
     x2 = decode(((word >> 16) & 0xFF).to(tl.uint8), IS_E4M3, PTX) * ratio
@@ -34,7 +34,7 @@ def _shifted(word, ratio, IS_E4M3: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def _ratio_of(ratio, scale_inv, largest, row, num_rows, rows_per_scale, GIVEN: tl.constexpr):
-    """Of some rows: as `reference.ratios` says, or given for each."""
+    """Return the ratios of some rows: given, or as `reference.ratios` computes them."""
     if GIVEN:
         return tl.load(ratio + row, row < num_rows, 0.0)
     own = tl.load(scale_inv + row // rows_per_scale, row < num_rows, 0.0)
@@ -46,7 +46,7 @@ def _four_rows(
     x, ratio, scale_inv, largest, row, first_col, num_rows, num_cols, rows_per_scale,
     WORDS: tl.constexpr, VECTOR: tl.constexpr, GIVEN: tl.constexpr, IS_E4M3: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Rows `row` to `row + 3`, shifted, transposed by 4 x 4."""
+    """Load rows `row` to `row + 3`, shifted and transposed by 4 x 4."""
     word = tl.arange(0, WORDS)[None, :]
     left = num_cols - first_col
     at = x + first_col + row.to(tl.int64) * num_cols
@@ -67,9 +67,9 @@ def align_kernel(
     VECTORS: tl.constexpr, WORDS: tl.constexpr, VECTOR_IN: tl.constexpr, VECTOR_OUT: tl.constexpr,
     SCALES: tl.constexpr, GIVEN: tl.constexpr, IS_E4M3: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """uint8 [num_rows, num_cols] to uint8 [num_cols, num_rows]; tiles as in the transpose.
+    """Shift and transpose uint8 [num_rows, num_cols] to uint8 [num_cols, num_rows]; tiles as in the transpose.
 
-    GIVEN: float32 ratio [num_rows]. Else float32 scale_inv [num_scales], of which each program finds the largest.
+    GIVEN: float32 ratio [num_rows]. Otherwise each program finds the largest of float32 scale_inv [num_scales].
     """
     tiles_per_row = tl.cdiv(num_cols, WORDS * 4)
     first_row = tl.program_id(0) // tiles_per_row * (VECTORS * 16)
@@ -106,12 +106,12 @@ def align_kernel(
 
 
 _FEW = 16
-"""Scales of which the kernel itself finds the largest."""
+"""Most scales of which the kernel itself finds the largest."""
 
 
 def align(x_fp8: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
-    """As `reference.align`, of some elements and but for the sign of NaN, in one launch if the scales are few; on CPU
-    only under Triton's interpreter."""
+    """Triton version of `reference.align`, except for the sign of NaN; one launch if the scales are few. `x_fp8` has
+    elements; on CPU it needs Triton's interpreter."""
     if len(scale_inv) <= _FEW:
         largest = torch.empty((), dtype=torch.float32, device=x_fp8.device)
         return _launch(x_fp8, scale_inv, scale_inv, largest, is_given=False), largest

@@ -58,12 +58,12 @@ class BlockwisePlanes(NamedTuple):
 
 
 def num_blocks(size: int) -> int:
-    """Blocks that `size` elements fill, the last one perhaps in part."""
+    """Number of blocks that `size` elements fill, the last one perhaps in part."""
     return -(-size // BLOCK)
 
 
 def empty_planes(x: Tensor, dtype: torch.dtype, block_rows: int, wanted: bool = True) -> tuple[Tensor, Tensor]:
-    """A plane of the shape of `x` and its scale_inv, in the layouts that `BlockwisePlanes` states, not filled."""
+    """Allocate an FP8 tensor of the shape of `x` and its scale_inv, in the layouts that `BlockwisePlanes` states."""
     if not wanted:
         return x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=torch.float32)
     num_rows, num_cols = x.shape
@@ -112,7 +112,7 @@ def _check_hp(name: str, x: Tensor, dim: int) -> None:
 
 
 def quantize_blockwise(x: Tensor, fmt: Float8Format, block: tuple[int, int], planes: Planes) -> BlockwisePlanes:
-    """`x` in FP8 with a power-of-two scale per block, from one read of `x`.
+    """Quantize `x` to FP8 with a power-of-two scale per block, from one read of `x`.
 
     scale is the largest power of two with amax * scale <= fmt.max, at most 2**126; 1 for a block of zeros. A block at a
     ragged end has the amax of what it holds. A block with a NaN or an infinity gets scale_inv NaN.
@@ -140,7 +140,7 @@ def quantize_blockwise(x: Tensor, fmt: Float8Format, block: tuple[int, int], pla
 
 
 def transpose_blockwise(x_fp8: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
-    """The transpose of a plane of 1x128 blocks as one of 1x128 blocks along its own rows, from the codes alone.
+    """Transpose codes with 1x128 blocks into codes with 1x128 blocks along their own rows, from the codes alone.
 
     Within a 128x128 tile all columns take the largest scale_inv of the tile's row blocks that hold anything but zeros.
     Codes are multiplied by the ratio of the scales, a power of two: exact where the result is normal, to nearest even
@@ -171,7 +171,7 @@ def transpose_blockwise(x_fp8: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tenso
 
 
 def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """Largest magnitude of each block.
+    """Return the largest magnitude of each block.
 
     Args:
         x: bf16, fp16 or float32 [R, C].
@@ -185,7 +185,7 @@ def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def shard_block_amax(shard: Tensor, start: int, shape: tuple[int, int], block: tuple[int, int]) -> Tensor:
-    """`block_amax` of the part of a row-major weight that a ZeRO shard holds; blocks without a part of it are 0.
+    """Compute `block_amax` of the part of a row-major weight that a ZeRO shard holds; other blocks are 0.
 
     The maximum over all shards of a weight is the block_amax of the whole, wherever the shards' edges cut its blocks:
     flattened, the grids of all weights go into the one vector that ZeRO reduces per step.

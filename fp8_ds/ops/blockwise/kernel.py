@@ -1,4 +1,4 @@
-"""The device code of `triton`; the same bits as `reference`. Tiles, and how they are transposed: ops/_tiles.py."""
+"""Device code of `triton`; the same bits as `reference`. ops/_tiles.py has the tiles, and how they are transposed."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
@@ -24,7 +24,7 @@ mov.b32 $0, 0;
 
 @triton.jit
 def _scales(amax, MAX_BITS: tl.constexpr):
-    """`reference.scale_from_amax` by integers, of the bits of amaxes. MAX_BITS: those of fp8_max as a float32.
+    """Compute `reference.scale_from_amax` by integers, of the bits of amaxes. MAX_BITS: fp8_max's bits as a float32.
 
     The difference of two floats' bits, shifted, is the difference of their exponents, one less where the mantissa of
     amax is the larger.
@@ -37,7 +37,7 @@ def _scales(amax, MAX_BITS: tl.constexpr):
 
 @triton.jit
 def _store_scale(at, scale_inv, mask, PTX: tl.constexpr):
-    """By all threads that hold the row, the same value: tl.store would pass it through shared memory."""
+    """Store the scale by all threads that hold the row: tl.store would pass it through shared memory."""
     if PTX:
         inside = mask.to(tl.int32)
         args = [at.to(tl.int64), scale_inv, inside]
@@ -66,7 +66,7 @@ def quantize_kernel(
     IS_E4M3: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Planes of one tile from one read of it. QUARTER is 32 but where only rows with 1x128 blocks are made.
+    """Quantize one tile from one read of it. QUARTER is 32 unless only rows with 1x128 blocks are made.
 
     Args: x [num_rows, num_cols] with rows `stride` apart; outputs as `BlockwisePlanes`, x_fp8 as bytes, x_fp8_t as
         words if WORDS, else bytes; those of a plane not made are None. EVEN: no tile is ragged.
@@ -139,7 +139,7 @@ def _or(a, b):
 
 @triton.jit
 def _occupied_scale(code, scale_inv, PTX: tl.constexpr):
-    """Bits of a row block's scale_inv; 0 if the block is all zeros and its scale_inv is a number."""
+    """Return the bits of a row block's scale_inv; 0 if the block is all zeros and its scale_inv is a number."""
     bits = scale_inv.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     if PTX:  # three operands an instruction; the interpreter folds with a function element by element
         largest = tl.reduce(code.to(tl.int32), 1, _or) & 0x7F
@@ -150,9 +150,10 @@ def _occupied_scale(code, scale_inv, PTX: tl.constexpr):
 
 @triton.jit
 def _ratio(scale_inv, new):
-    """scale_inv / new of powers of two, from the difference of their exponents; a quotient below 2**-126 is 0.
+    """Return scale_inv / new of powers of two, from their exponents' difference; a quotient below 2**-126 is 0.
 
-    1 at most: a block of zeros is one whatever its scale. 1 where new is NaN: a poisoned tile keeps its codes.
+    It is at most 1: a block of zeros is one whatever its scale. It is 1 where new is NaN: a poisoned tile keeps its
+    codes.
     """
     new = new.to(tl.int32, bitcast=True)
     biased = 127 + (((scale_inv.to(tl.int32, bitcast=True) & 0x7FFFFFFF) - new) >> 23)
@@ -175,7 +176,7 @@ def transpose_kernel(
     IS_E4M3: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """One 128x128 tile. Args: x_fp8 [num_rows, num_cols] bytes; the rest as in `quantize_kernel`."""
+    """Transpose one 128x128 tile. Args: x_fp8 [num_rows, num_cols] bytes; the rest as in `quantize_kernel`."""
     col_tiles = tl.cdiv(num_cols, _BLOCK)
     row_tile = tl.program_id(0) // col_tiles
     col_tile = tl.program_id(0) % col_tiles
@@ -221,7 +222,7 @@ def transpose_kernel(
 def block_amax_kernel(
     x, start, numel, first_tile, amax, num_cols, EVEN: tl.constexpr, SQUARE: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Amaxes of a tile of ROWS rows of a [*, num_cols] matrix, of which x holds elements [start, start + numel).
+    """Find amaxes of a tile of ROWS rows of a [*, num_cols] matrix; x holds its elements [start, start + numel).
 
     Args: first_tile: row of tiles that program 0 works on. EVEN: all the tile's elements are in x.
     """

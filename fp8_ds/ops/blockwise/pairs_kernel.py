@@ -1,4 +1,4 @@
-"""The device code of `triton` for both planes of bf16 with 1x128 blocks, by words of two neighbouring elements.
+"""Device code of `triton` for both layouts of bf16 with 1x128 blocks, by words of two neighbouring elements.
 
 Amaxes are those of pairs, an instruction for each two elements, and what waits for its scale takes two bytes of a
 register, not four: all is loaded before anything is worked on. The same bits as `kernel.quantize_kernel`.
@@ -15,14 +15,14 @@ from fp8_ds.ops._producer_device import words_to_codes
 from fp8_ds.ops.blockwise.kernel import _BLOCK, _scales, _store_scale
 
 _LARGER = tl.constexpr("max.NaN.xorsign.abs.bf16x2 $0, $1, $2;")
-"""Of magnitudes; the signs of the results mean nothing."""
+"""Largest of magnitudes; the signs of the results mean nothing."""
 
 _ROW_E4M3 = tl.constexpr(words_to_codes("$3", "$3", "$4", "$4"))
 _ROW_E5M2 = tl.constexpr(_ROW_E4M3.value.replace("e4m3x2", "e5m2x2"))
 
 
 def _half(out: int, scale: int, part: str) -> str:
-    """One column of four words of two columns each, as the bytes of a word."""
+    """Return one column of four words of two columns each, as the bytes of a word."""
     lines = [f"{part.replace('OUT', f'a{k}').replace('IN', f'${2 + k}')}\nmov.b32 y{k}, a{k};" for k in range(4)]
     lines += [f"mul.rn.f32 y{k}, y{k}, ${scale};" for k in range(4)]
     lines += [f"cvt.rn.satfinite.e4m3x2.f32 {name}, y{k + 1}, y{k};" for name, k in (("low", 0), ("high", 2))]
@@ -46,7 +46,7 @@ def _larger_by_ptx(a, b):
 
 @triton.jit
 def _larger(a, b, PTX: tl.constexpr):
-    """The larger magnitude in each half of two words."""
+    """Return the larger magnitude in each half of two words."""
     if PTX:
         return _larger_by_ptx(a, b)
     return tl.maximum(a & 0x7FFF, b & 0x7FFF) | tl.maximum(a & 0x7FFF0000, b & 0x7FFF0000)
@@ -54,7 +54,7 @@ def _larger(a, b, PTX: tl.constexpr):
 
 @triton.jit
 def _largest(x, axis: tl.constexpr, PTX: tl.constexpr):
-    """Bits, as float32, of the largest magnitudes of first and of second halves along an axis."""
+    """Return the bits, as float32, of the largest magnitudes of first and of second halves along an axis."""
     if PTX:
         found = tl.reduce(x, axis, _larger_by_ptx)
         return (found << 16) & 0x7FFFFFFF, found & 0x7FFF0000
@@ -73,7 +73,7 @@ def _high(x):
 
 @triton.jit
 def _row(x, x_fp8, scale_inv, MAX_BITS: tl.constexpr, IS_E4M3: tl.constexpr, PTX: tl.constexpr):
-    """One of a tile's four tensors of words [32, 64], by a scale for each row, into codes of two and scales."""
+    """Quantize one of a tile's four tensors of words [32, 64], by a scale for each row, to codes of two and scales."""
     first, second = _largest(x, 1, PTX)
     scale, inverse = _scales(tl.maximum(first, second), MAX_BITS)
     _store_scale(scale_inv, inverse, tl.full(inverse.shape, True, tl.int1), PTX)
@@ -88,7 +88,7 @@ def _row(x, x_fp8, scale_inv, MAX_BITS: tl.constexpr, IS_E4M3: tl.constexpr, PTX
 
 @triton.jit
 def _columns(x0, x1, x2, x3, even, odd, IS_E4M3: tl.constexpr, PTX: tl.constexpr):
-    """Codes of four rows as the bytes of a word, of the even and of the odd columns, which have scales of their own."""
+    """Encode four rows as the bytes of a word, the even and the odd columns apart, which have scales of their own."""
     even = tl.zeros(x0.shape, tl.float32) + even[None, :]
     odd = tl.zeros(x0.shape, tl.float32) + odd[None, :]
     if PTX:
@@ -104,7 +104,7 @@ def _columns(x0, x1, x2, x3, even, odd, IS_E4M3: tl.constexpr, PTX: tl.constexpr
 
 @triton.jit
 def _column_scales(x0, x1, x2, x3, scale_inv_t, pairs, MAX_BITS: tl.constexpr, PTX: tl.constexpr):
-    """Scales of a tile's even and of its odd columns; their inverses are stored."""
+    """Return the scales of a tile's even and of its odd columns, and store their inverses."""
     even, odd = _largest(_larger(_larger(x0, x1, PTX), _larger(x2, x3, PTX), PTX), 0, PTX)
     even, even_inverse = _scales(even, MAX_BITS)
     odd, odd_inverse = _scales(odd, MAX_BITS)
@@ -127,8 +127,8 @@ def quantize_pairs_kernel(
     IS_E4M3: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Both planes of a tile of 128 x 128. Args: x int32 [num_rows, num_cols / 2] with rows `stride` words apart; x_fp8
-    as int16, x_fp8_t as int32; both sizes are multiples of 128."""
+    """Quantize a tile of 128 x 128 in both layouts. Args: x int32 [num_rows, num_cols / 2] with rows `stride` words
+    apart; x_fp8 as int16, x_fp8_t as int32; both sizes are multiples of 128."""
     col_tiles = num_cols // _BLOCK
     row_tile = tl.program_id(0) // col_tiles
     col_tile = tl.program_id(0) % col_tiles

@@ -1,4 +1,4 @@
-"""Blockwise quantisation in plain torch: slow and obvious; what the kernels are held against, and what runs on CPU."""
+"""Blockwise quantisation in plain torch, slow and obvious: the reference of the kernels, also used on CPU."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ MAX_EXPONENT = 126
 
 
 def _transposed(x: Tensor) -> Tensor:
-    """A copy. Not t().contiguous(), which leaves the strides of single rows and of nothing as they are."""
+    """Copy the transpose. t().contiguous() would leave the strides of single rows and of empty matrices as they are."""
     return x.new_empty(x.shape[1], x.shape[0]).copy_(x.t())
 
 
 def outer_major(scale_inv: Tensor) -> Tensor:
-    """The same [rows, blocks] with the rows next to each other in memory: cuBLASLt's layout for 1x128 blocks."""
+    """Copy [rows, blocks] so that rows are next to each other in memory: cuBLASLt's layout for 1x128 blocks."""
     return _transposed(scale_inv).t()
 
 
 def _blocks(x: Tensor, block_rows: int) -> Tensor:
-    """[R, C] as [ceil(R / block_rows), block_rows, ceil(C / 128), 128]; what is missing is 0."""
+    """Reshape [R, C] to [ceil(R / block_rows), block_rows, ceil(C / 128), 128], padded with zeros."""
     rows, cols = -(-x.shape[0] // block_rows), -(-x.shape[1] // BLOCK)
     padded = x.new_zeros(rows * block_rows, cols * BLOCK)
     padded[: x.shape[0], : x.shape[1]] = x
@@ -34,18 +34,18 @@ def _blocks(x: Tensor, block_rows: int) -> Tensor:
 
 
 def _expand(blocks: Tensor, block_rows: int, like: Tensor) -> Tensor:
-    """A number per block, as one per element of `like`."""
+    """Expand a number per block to one per element of `like`."""
     rows = blocks.repeat_interleave(block_rows, 0) if block_rows > 1 else blocks
     return rows.repeat_interleave(BLOCK, 1)[: like.shape[0], : like.shape[1]]
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """float32, exact (torch.exp2 and ldexp need not be); for normal results."""
+    """Return 2**exponent as float32, exactly (torch.exp2 and ldexp need not be exact); for normal results."""
     return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
 
 
 def scale_from_amax(amax: Tensor, fp8_max: float) -> tuple[Tensor, Tensor]:
-    """Largest power of two that takes each amax to `fp8_max` or below, and its inverse.
+    """Return the largest power of two that takes each amax to `fp8_max` or below, and its inverse.
 
     An amax of 0 gives scale 1, a tiny one at most 2**126. A non-finite amax gives scale 1 and scale_inv NaN.
     """
@@ -61,7 +61,7 @@ def scale_from_amax(amax: Tensor, fp8_max: float) -> tuple[Tensor, Tensor]:
 
 
 def block_amax(x: Tensor, start: int, num_rows: int, num_cols: int, block_rows: int) -> Tensor:
-    """Largest magnitudes of the blocks of a [num_rows, num_cols] matrix that is 0 but for elements from `start` on."""
+    """Return largest magnitudes of the blocks of [num_rows, num_cols], which is 0 but for elements from `start` on."""
     if x.numel() == 0:
         return x.new_zeros((-(-num_rows // block_rows), -(-num_cols // BLOCK)), dtype=torch.float32)
     whole = x.new_zeros(num_rows * num_cols)
@@ -80,7 +80,7 @@ def _quantize(x: Tensor, dtype: torch.dtype, fp8_max: float, block_rows: int) ->
 def quantize_blockwise(
     x: Tensor, dtype: torch.dtype, fp8_max: float, block_rows: int, row: bool, col: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(x_fp8, scale_inv, x_fp8_t, scale_inv_t); a plane that is not asked for is empty."""
+    """Return (x_fp8, scale_inv, x_fp8_t, scale_inv_t); a layout that is not asked for is empty."""
     x = x.contiguous()  # planes would take over other strides
     x_fp8, x_fp8_t = x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=dtype)
     scale_inv, scale_inv_t = x.new_empty(0, dtype=torch.float32), x.new_empty(0, dtype=torch.float32)
@@ -95,7 +95,7 @@ def quantize_blockwise(
 
 
 def transpose_blockwise(x_fp8: Tensor, scale_inv: Tensor, fp8_max: float) -> tuple[Tensor, Tensor]:
-    """1x128 blocks along the rows of x to 1x128 blocks along its columns, without leaving FP8's codes for long."""
+    """Change 1x128 blocks along the rows of x to 1x128 blocks along its columns."""
     num_rows, num_cols = x_fp8.shape
     values = x_fp8.to(torch.float32)
     # A block of zeros has a scale_inv that means nothing (1, from amax 0): it must not crush its neighbours.

@@ -1,4 +1,4 @@
-"""Blockwise quantisation by Triton kernels; the same bits as `reference`, one launch per call, of some elements.
+"""Blockwise quantisation by Triton kernels; the same bits as `reference`, one launch per call, inputs not empty.
 
 On CPU these run under Triton's interpreter only.
 """
@@ -19,11 +19,11 @@ from fp8_ds.ops.blockwise.reference import BLOCK
 from fp8_ds.ops.transpose.triton import runs_ptx
 
 WARPS = {"row": 2, "tile": 4, "amax": 8}
-"""Per program, by what it makes. 16 elements a thread and row are one vector of FP8: 4 warps hold a 128x128 tile in 128
-elements a thread, 2 warps a 32x128 one. Tried by benchmarks/kernels_tune.py on an H200."""
+"""Warps per program, by what it makes. 16 elements a thread and row are one vector of FP8: 4 warps hold a 128x128 tile
+in 128 elements a thread, 2 warps a 32x128 one. Tried by benchmarks/kernels_tune.py on an H200."""
 
 _TILE_REGISTERS = 168
-"""Most per thread where a program makes transposed planes: three programs share a processor."""
+"""Most registers per thread where a program makes transposed planes: three programs share a processor."""
 
 _ROW_QUARTER = 8
 _TILE_QUARTER = BLOCK // 4
@@ -31,21 +31,21 @@ _AMAX_ROWS = 32
 
 
 def _has_pairs(x: Tensor) -> bool:
-    """Whether it is of whole tiles whose rows can be read as words of two."""
+    """Whether `x` consists of whole tiles whose rows can be read as words of two."""
     num_rows, num_cols = x.shape
     is_cut_in_pairs = x.stride(0) % 2 == 0 and x.storage_offset() % 2 == 0 and x.data_ptr() % 4 == 0
     return x.dtype == torch.bfloat16 and is_even(num_rows, num_cols, _TILE_QUARTER) and is_cut_in_pairs
 
 
 def _bits(number: float) -> int:
-    """Of a float32, as an integer."""
+    """Return the bits of a float32 as an integer."""
     return int(struct.unpack("<i", struct.pack("<f", number))[0])
 
 
 def quantize_blockwise(
     x: Tensor, dtype: torch.dtype, fp8_max: float, block_rows: int, row: bool, col: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `reference.quantize_blockwise`."""
+    """Triton version of `reference.quantize_blockwise`."""
     ptx = runs_ptx(x)
     if x.stride(1) != 1:
         x = x.contiguous()
@@ -102,7 +102,7 @@ def quantize_blockwise(
 
 
 def transpose_blockwise(x_fp8: Tensor, scale_inv: Tensor, fp8_max: float) -> tuple[Tensor, Tensor]:
-    """As `reference.transpose_blockwise`; `fp8_max` follows from the dtype here."""
+    """Triton version of `reference.transpose_blockwise`; `fp8_max` follows from the dtype here."""
     x_fp8 = x_fp8.contiguous()
     num_rows, num_cols = x_fp8.shape
     x_fp8_t, scale_inv_t = empty_planes(x_fp8.t(), x_fp8.dtype, 1)
@@ -128,7 +128,7 @@ def transpose_blockwise(x_fp8: Tensor, scale_inv: Tensor, fp8_max: float) -> tup
 
 
 def block_amax(x: Tensor, start: int, num_rows: int, num_cols: int, block_rows: int) -> Tensor:
-    """As `reference.block_amax`; only tiles that hold a part of the shard are read."""
+    """Triton version of `reference.block_amax`; it reads only tiles that hold a part of the shard."""
     x = x.contiguous()
     square = block_rows > 1
     amax = x.new_zeros((-(-num_rows // block_rows), num_blocks(num_cols)), dtype=torch.float32)

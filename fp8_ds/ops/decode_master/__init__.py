@@ -1,6 +1,6 @@
-"""Split masters as numbers: `numerics.masters.decode`, which is its reference, in one read of theirs and one write.
+"""Split masters as numbers, in one read of theirs and one write. The reference is `numerics.masters.decode`.
 
-In torch's operators it moves some 94 bytes an element where 4 are needed: at the rate of a copy on an H200 40 ms a step
+Torch's operators move some 94 bytes an element where 4 are needed: at the rate of a copy on an H200 40 ms a step
 of 2 B parameters whose layers are in bf16 (docs/speed.md, "Its last steps in bf16").
 """
 
@@ -24,7 +24,7 @@ def decode_master(hi: Tensor, lo: Tensor, fmt: MasterFormat, scale_inv: Tensor |
         out: float [n], on any device.
 
     Raises:
-        ValueError: they differ in size.
+        ValueError: the tensors differ in size.
     """
     if not hi.numel() == lo.numel() == out.numel():
         raise ValueError(

@@ -1,4 +1,4 @@
-"""One element after another, 16 a thread; words of 16 bytes where tensors begin and end at such."""
+"""Triton kernel that decodes masters, 16 elements a thread, by words of 16 bytes where the tensors are aligned."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
@@ -21,7 +21,7 @@ def decode_kernel(
     hi, lo, scale_inv, out, numel,
     LO_BITS: tl.constexpr, DROP_BITS: tl.constexpr, IS_FP8: tl.constexpr, PTX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program has BLOCK elements."""
+    """Decode BLOCK elements by one program."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < numel
     high = tl.load(hi + at, mask, 0)
@@ -37,7 +37,7 @@ def decode_kernel(
 
 
 def decode_master(hi: Tensor, lo: Tensor, fmt: MasterFormat, scale_inv: Tensor | None, out: Tensor) -> None:
-    """As `ops.decode_master`, of contiguous tensors and `out` in bf16 or float32; on CPU only under the interpreter."""
+    """Triton version of `ops.decode_master`, contiguous, `out` bf16 or float32; on CPU only under the interpreter."""
     decode_kernel[(triton.cdiv(out.numel(), BLOCK),)](
         hi if fmt.is_fp8 else hi.view(torch.int16),
         lo,

@@ -55,7 +55,7 @@ _scaled_mm = register(
 
 
 def check_dtypes(a_fp8: Tensor, b_fp8: Tensor, out_dtype: torch.dtype) -> None:
-    """Refuses operands and a result that no product takes."""
+    """Refuse operands and a result that no product takes."""
     if a_fp8.dtype not in _FP8_DTYPES or b_fp8.dtype not in _FP8_DTYPES or a_fp8.dtype == b_fp8.dtype == _FP8_DTYPES[1]:
         raise ValueError(
             f"a_fp8, b_fp8: expected float8_e4m3fn with float8_e4m3fn or float8_e5m2, got {a_fp8.dtype} and "
@@ -66,7 +66,7 @@ def check_dtypes(a_fp8: Tensor, b_fp8: Tensor, out_dtype: torch.dtype) -> None:
 
 
 def check_arguments(a_fp8: Tensor, b_fp8: Tensor, out_dtype: torch.dtype, backend: str) -> None:
-    """Refuses operands, result and backend that no product of this package takes."""
+    """Refuse operands, result and backend that no product of this package takes."""
     check_dtypes(a_fp8, b_fp8, out_dtype)
     if a_fp8.dim() != 2 or b_fp8.dim() != 2 or a_fp8.shape[1] != b_fp8.shape[1]:
         raise ValueError(
@@ -94,9 +94,9 @@ def scaled_mm(
     backend: GemmBackend = "torch",
     use_fast_accum: bool = False,
 ) -> Tensor:
-    """`(a_fp8 * scale_inv_a) @ (b_fp8 * scale_inv_b).T`.
+    """Compute `(a_fp8 * scale_inv_a) @ (b_fp8 * scale_inv_b).T`.
 
-    Any M, K, N, also 0 and such that are not multiples of 16 (operands are then padded with zeros). Operands may be
+    M, K and N may be 0, and need not be multiples of 16 (operands are then padded with zeros). Operands may be
     transposed views; one that is not contiguous is copied once.
 
     Args:

@@ -1,6 +1,6 @@
 """Products of FP8 matrices with a scale per block: `a @ b.T`, a in 1x128 blocks, b in 1x128 or 128x128 blocks.
 
-What torch and cuBLASLt ask for on CUDA, and `_torch_scaled_mm` makes of any operands:
+Requirements of torch and cuBLASLt on CUDA, and what `_torch_scaled_mm` makes of any operands to meet them:
 
 - NVIDIA compute capability 9.0 and no other; cublasLt >= 12.9. torch `aten/src/ATen/native/cuda/ScaledBlas.cpp`,
   `_check_deepseek_support` (lines 804-820 at 33812ec); cuBLAS documentation 3.1.4, "Scaling Mode Support Overview". No
@@ -44,7 +44,7 @@ def _per_element(x: Tensor, scale_inv: Tensor) -> Tensor:
 
 
 def reference(a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Leaves FP8 and multiplies in float32, then one cast."""
+    """Dequantize and multiply in float32, then cast once."""
     # On CUDA, TF32 must be off (torch's default) for this to be a reference.
     a_hp = a.to(torch.float32) * _per_element(a, scale_inv_a)
     b_hp = b.to(torch.float32) * _per_element(b, scale_inv_b)
@@ -52,7 +52,7 @@ def reference(a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, ou
 
 
 def outer_major_scales(scale_inv: Tensor, num_rows: int) -> Tensor:
-    """Scales of 1x128 blocks, [num_rows, ceil(K / 128)] with strides (1, num_rows); added rows have scale 1."""
+    """Lay out scales of 1x128 blocks as [num_rows, ceil(K / 128)], strides (1, num_rows); added rows have scale 1."""
     blocks = scale_inv.shape[1]
     if scale_inv.shape[0] == num_rows and scale_inv.stride() == (1, num_rows) and scale_inv.data_ptr() % 16 == 0:
         return scale_inv
@@ -62,7 +62,7 @@ def outer_major_scales(scale_inv: Tensor, num_rows: int) -> Tensor:
 
 
 def square_scales(scale_inv: Tensor) -> Tensor:
-    """Scales of 128x128 blocks, [ceil(K / 128) rounded up to 4, ceil(N / 128)], strides (1, the first size)."""
+    """Lay out scales of 128x128 blocks as [ceil(K / 128) rounded up to 4, ceil(N / 128)], strides (1, size 0)."""
     rows, blocks = scale_inv.shape
     padded = _round_up(blocks, _SCALE_ROWS)
     if padded == blocks and scale_inv.is_contiguous() and scale_inv.data_ptr() % 16 == 0:
@@ -129,10 +129,10 @@ def scaled_mm_blockwise(
     out_dtype: torch.dtype,
     backend: GemmBackend = "torch",
 ) -> Tensor:
-    """`(a_fp8 * scale_inv_a) @ (b_fp8 * scale_inv_b).T`, scales per block of 128 along K.
+    """Compute `(a_fp8 * scale_inv_a) @ (b_fp8 * scale_inv_b).T`, with scales per block of 128 along K.
 
-    Any M, K, N, also 0. Nothing is copied where they are multiples of 16, 128 and 16 and the scales come from
-    `quantize_blockwise` (those of 128x128 blocks: where ceil(K / 128) is a multiple of 4).
+    M, K and N are arbitrary, also 0. Nothing is copied where they are multiples of 16, 128 and 16 and the scales come
+    from `quantize_blockwise` (those of 128x128 blocks: where ceil(K / 128) is a multiple of 4).
 
     Args:
         a_fp8: float8_e4m3fn or float8_e5m2 [M, K].

@@ -1,4 +1,4 @@
-"""The FP8 GEMM as one would write it down: leave FP8, multiply in float32."""
+"""Reference of the FP8 GEMM: dequantize, multiply in float32."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def scaled_mm(a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """`(a * scale_inv_a) @ (b * scale_inv_b).T`, all of it in float32, then one cast to `out_dtype`."""
+    """Compute `(a * scale_inv_a) @ (b * scale_inv_b).T`, all of it in float32, then cast once to `out_dtype`."""
     # On CUDA, TF32 must be off (torch's default) for this to be a reference.
     a_hp = a.to(torch.float32) * scale_inv_a
     b_hp = b.to(torch.float32) * scale_inv_b

@@ -14,12 +14,12 @@ ALIGNMENT = 16
 """`_scaled_mm` on CUDA wants the contracted dim and the columns of the result in multiples of 16 elements.
 Source: the shape checks on mat1 and mat2 in pytorch aten/src/ATen/native/cuda (_scaled_mm_out_cuda)."""
 _CPU_HAS_ROWS = TorchVersion(torch.__version__) >= "2.13"
-"""torch 2.11's product on a CPU takes one scale for all of an operand, and ends in an assertion with more."""
+"""Whether a CPU product takes a scale per row: torch 2.11's takes one for all, and ends in an assertion with more."""
 
 
 @contextmanager
 def _without_onednn() -> Iterator[None]:
-    """Products of this process go by torch's own kernels: it is a flag of all threads."""
+    """Let products of this process use torch's own kernels instead of oneDNN; the flag is one for all threads."""
     was_on = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags does the same, and warns about TF32
     try:
@@ -29,11 +29,11 @@ def _without_onednn() -> Iterator[None]:
 
 
 def _product(a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, **options: Any) -> Tensor:
-    """`torch._scaled_mm(a, b.t())`.
+    """Compute `torch._scaled_mm(a, b.t())`.
 
-    Not by oneDNN on a CPU: where there is AMX torch 2.13 gives it E4M3 by E4M3, for which oneDNN 3.x has its reference
-    loop alone, 80 to 1,400 times slower than the same product in float32 (64 to 1024 rows; ONEDNN_VERBOSE=1 says
-    `ref:any`). The bits are the same.
+    On a CPU it does not use oneDNN: where there is AMX torch 2.13 gives it E4M3 by E4M3, for which oneDNN 3.x has its
+    reference loop alone, 80 to 1,400 times slower than the same product in float32 (64 to 1024 rows; ONEDNN_VERBOSE=1
+    says `ref:any`). The bits are the same.
     """
     with nullcontext() if a.is_cuda else _without_onednn():
         output: Tensor = torch._scaled_mm(
@@ -47,7 +47,7 @@ def _align(size: int) -> int:
 
 
 def k_major(x: Tensor, num_rows: int, num_cols: int) -> Tensor:
-    """`x` row by row in memory, zero-padded to [num_rows, num_cols]; `x` itself where it is that already."""
+    """Return `x` row by row in memory, zero-padded to [num_rows, num_cols]; no copy where it is that already."""
     if tuple(x.shape) == (num_rows, num_cols):
         return x.contiguous()
     padded = torch.zeros(num_rows, num_cols, dtype=torch.uint8, device=x.device)
@@ -56,12 +56,12 @@ def k_major(x: Tensor, num_rows: int, num_cols: int) -> Tensor:
 
 
 def _aligned(scale_inv: Tensor) -> Tensor:
-    """`scale_inv` where cuBLASLt can read it: a view off the 16-byte grid is copied (see `scale_vector`)."""
+    """Return `scale_inv` where cuBLASLt can read it: a view off the 16-byte grid is copied (see `scale_vector`)."""
     return scale_inv if scale_inv.data_ptr() % 16 == 0 else scale_inv.clone()
 
 
 def _row_vectors(a: Tensor, b: Tensor, num_m: int, padded_n: int) -> tuple[Tensor, Tensor]:
-    """Scales as the rowwise product wants them, [M, 1] and [1, padded_n]: one for all goes into the other's vector."""
+    """Return scales for the rowwise product, [M, 1] and [1, padded_n]; one for all goes into the other's vector."""
     if a.dim() == 0:
         a, b = torch.ones(num_m, 1, dtype=torch.float32, device=b.device), a * b
     elif b.dim() == 0:
@@ -74,7 +74,7 @@ def _row_vectors(a: Tensor, b: Tensor, num_m: int, padded_n: int) -> tuple[Tenso
 def _rowwise(
     a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, out_dtype: torch.dtype, use_fast_accum: bool
 ) -> Tensor:
-    """Padded operands. torch's rowwise product gives bf16 only; others leave unscaled in float32."""
+    """Multiply padded operands. torch's rowwise product gives bf16 only; others come unscaled in float32."""
     row_a, row_b = _row_vectors(scale_inv_a, scale_inv_b, len(a), len(b))
     if out_dtype == torch.bfloat16 and (a.is_cuda or _CPU_HAS_ROWS):
         return _product(a, b, row_a, row_b, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
@@ -86,7 +86,7 @@ def _rowwise(
 def scaled_mm(
     a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, out_dtype: torch.dtype, use_fast_accum: bool
 ) -> Tensor:
-    """`a @ b.T` of [M, K] and [N, K]: Hopper's FP8 GEMM reads both operands along K.
+    """Compute `a @ b.T` of [M, K] and [N, K]: Hopper's FP8 GEMM reads both operands along K.
 
     The padding is the same on CPU, which does not need it, so that CPU tests meet it.
     """

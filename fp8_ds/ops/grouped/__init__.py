@@ -1,7 +1,6 @@
-"""Products of FP8 matrices by groups of rows, all groups in one launch: those of a mixture's experts.
+"""Products of FP8 matrices by groups of rows, all groups in one launch, for a mixture of experts.
 
-Shape suffixes: P rows, sorted by group, E groups, N output and K input features, Q columns. With one scale of each
-operand
+Shape suffixes: P rows, sorted by group, E groups, N output and K input features, Q columns. Each operand has one scale:
 
     output[P, N]         = rows_by_matrices(x[P, K],           weight[E, N, K])
     grad_input[P, K]     = rows_by_matrices(grad_output[P, N], weight[E, N, K].mT)
@@ -31,11 +30,11 @@ from fp8_ds.ops.grouped import reference
 from fp8_ds.ops.grouped.reference import num_columns
 
 ALIGNMENT = 16
-"""Sizes along which operands are read are multiples of this: the copy engine's rows begin at multiples of 16 bytes."""
+"""Alignment of sizes along which operands are read: the copy engine's rows begin at multiples of 16 bytes."""
 
 
 def can_run(device: torch.device) -> bool:
-    """Whether there are kernels for it."""
+    """Whether there are kernels for the device."""
     if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return False
     capability = torch.cuda.get_device_capability(device)
@@ -43,7 +42,7 @@ def can_run(device: torch.device) -> bool:
 
 
 def _takes_kernel(x: Tensor, *_: Any) -> bool:
-    """Without elements, too: the reference waits for the host."""
+    """Whether Triton computes it, also without elements: the reference would wait for the host."""
     return x.is_cuda
 
 
@@ -109,19 +108,19 @@ def rows_by_matrices(
     out_dtype: torch.dtype,
     use_fast_accum: bool = False,
 ) -> Tensor:
-    """Of each group `(a_fp8 * scale_inv_a) @ (b_fp8 * scale_inv_b).T` of its rows by its matrix.
+    """Compute `(a_fp8 * scale_inv_a) @ (b_fp8 * scale_inv_b).T` of each group's rows by its matrix.
 
     Args:
         a_fp8: float8_e4m3fn or float8_e5m2 [P, K], contiguous, K a multiple of 16.
         b_fp8: the same [E, N, K]; at most one of the two is e5m2.
-        ends: int32 [E], on the operands' device: of each group the first row behind it, not falling, at most P.
+        ends: int32 [E], on the operands' device: the first row after each group, not falling, at most P.
         scale_inv_a: float32, 0-dim, multiply to leave FP8.
         scale_inv_b: the same for b.
         out_dtype: bfloat16, float16 or float32.
         use_fast_accum: shorter accumulation, on CUDA only.
 
     Returns:
-        `out_dtype` [P, N], contiguous; 0 in rows behind the last group.
+        `out_dtype` [P, N], contiguous; 0 in rows after the last group.
 
     Raises:
         ValueError: dtypes, shapes or layout other than these.
@@ -137,15 +136,15 @@ def rows_by_matrices(
 
 
 def columns(x: Tensor, ends: Tensor) -> Tensor:
-    """The transpose of `x`, in which each group begins at the next multiple of 128, with zeros behind it.
+    """Transpose `x` so that each group begins at the next multiple of 128, with zeros after it.
 
     Args:
         x: any dtype of one byte, [P, C], contiguous.
         ends: as in `rows_by_matrices`.
 
     Returns:
-        the dtype of `x`, [C, Q], contiguous, with Q of `num_columns`, which depends on shapes alone. What lies behind
-        the last group's zeros is not written; rows behind the last group are not in it.
+        Dtype of `x`, [C, Q], contiguous; Q is that of `num_columns`, which depends on shapes alone. Columns after the
+        last group's zeros are not written; rows after the last group are left out.
 
     Raises:
         ValueError: dtypes or layout other than these.
@@ -169,7 +168,7 @@ def columns_by_columns(
     out_dtype: torch.dtype,
     use_fast_accum: bool = False,
 ) -> Tensor:
-    """Of each group `(a_fp8_t * scale_inv_a) @ (b_fp8_t * scale_inv_b).T` of its columns.
+    """Compute `(a_fp8_t * scale_inv_a) @ (b_fp8_t * scale_inv_b).T` of each group's columns.
 
     Args:
         a_fp8_t: float8_e4m3fn or float8_e5m2 [N, Q], made by `columns` with the same `ends`.

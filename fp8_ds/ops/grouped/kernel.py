@@ -1,4 +1,4 @@
-"""Device code of the grouped products: which tile belongs to which group is worked out from `ends`, on the device.
+"""Device code of the grouped products: kernels work out on the device, from `ends`, which tile is of which group.
 
 Shape suffixes as in `__init__.py`. Operands come as descriptors, and tiles of them are fetched by the copy engine
 (TMA): what lies outside of a matrix is 0. Programs take tiles in turn, so their number is the launch's choice.
@@ -18,8 +18,8 @@ _BLOCK = tl.constexpr(GROUP_BLOCK)
 
 @triton.jit
 def _group_bounds(ends, group, num_groups, num_rows):
-    """First row and end of a group, or of each of a tensor of them. Group `num_groups` has all rows behind the others',
-    and those behind it none."""
+    """Return first row and end of a group, or of each of a tensor of them. Group `num_groups` has all rows after the
+    last group, and those beyond have none."""
     start = tl.load(ends + group - 1, (group > 0) & (group <= num_groups), 0)
     end = tl.load(ends + group, group < num_groups, num_rows)
     return tl.where(group > num_groups, num_rows, start), end
@@ -27,7 +27,7 @@ def _group_bounds(ends, group, num_groups, num_rows):
 
 @triton.jit
 def _column_ends(ends, num_groups, GROUPS: tl.constexpr):
-    """Of each group the first column behind it and its zeros."""
+    """Return, for each group, the first column after it and its zeros."""
     group = tl.arange(0, GROUPS)
     start = tl.load(ends + group - 1, (group > 0) & (group < num_groups), 0)
     size = tl.load(ends + group, group < num_groups, 0) - start
@@ -36,7 +36,7 @@ def _column_ends(ends, num_groups, GROUPS: tl.constexpr):
 
 @triton.jit
 def _place(tile, num_tall, num_wide, SUPER: tl.constexpr):
-    """(row of tiles, column of tiles) of one in a matrix of num_tall by num_wide: SUPER rows of tiles at a time, column
+    """Return (row of tiles, column of tiles) of one tile in num_tall by num_wide: SUPER rows of tiles at a time, column
     by column, so that tiles that run at the same time read the same rows and columns."""
     first = tile // (SUPER * num_wide) * SUPER
     height = tl.minimum(num_tall - first, SUPER)
@@ -46,7 +46,7 @@ def _place(tile, num_tall, num_wide, SUPER: tl.constexpr):
 
 @triton.jit
 def _product(a_tile, b_tile, acc, FAST: tl.constexpr):
-    """`acc + a b^T`. Not FAST: what the tensor core has added up over a tile's columns is added in float32."""
+    """Compute `acc + a b^T`. Not FAST: the tensor core's sum over a tile's columns is added in float32."""
     if FAST:
         return tl.dot(a_tile, b_tile.T, acc)
     return tl.dot(a_tile, b_tile.T, acc, max_num_imprecise_acc=a_tile.shape[1])
@@ -54,8 +54,8 @@ def _product(a_tile, b_tile, acc, FAST: tl.constexpr):
 
 @triton.jit
 def _store(out, first, rows, cols, num_rows, num_cols, value):
-    """A tile of `value` at rows and columns of the matrix whose first row is row `first` of `out`; what is outside of
-    it is not stored."""
+    """Store a tile of `value` at rows and columns of the matrix whose first row is row `first` of `out`, as far as it
+    is inside."""
     at = out + (first + rows[:, None]).to(tl.int64) * num_cols + cols[None, :]
     tl.store(at, value.to(out.dtype.element_ty), (rows < num_rows)[:, None] & (cols < num_cols)[None, :])
 
@@ -66,10 +66,10 @@ def rows_kernel(
     GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUPER: tl.constexpr,
     HALVES: tl.constexpr, FAST: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """Of each group its rows of a [P, K] by its matrix of b [E N, K]; zeros in the rows behind all groups.
+    """Multiply each group's rows of a [P, K] by its matrix of b [E N, K]; zeros in the rows after all groups.
 
-    GROUPS: a power of two > E. HALVES: 1, or 2, in which a tile's columns are computed: what is added up beside the
-    accumulators, where sums are not FAST, takes half the registers.
+    GROUPS: a power of two > E. HALVES: 1 or 2 steps in which a tile's columns are computed: sums that are not FAST,
+    beside the accumulators, then take half the registers.
     """
     WIDTH: tl.constexpr = BLOCK_N // HALVES
     group = tl.arange(0, GROUPS)
@@ -106,8 +106,8 @@ def columns_kernel(
     x, out_t, ends, num_cols, num_out, num_groups,
     GROUPS: tl.constexpr, VECTORS: tl.constexpr, WORDS: tl.constexpr, VECTOR_IN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """uint8 [P, num_cols] to [num_cols, num_out], of each group from a multiple of `GROUP_BLOCK` on, with zeros
-    behind; a program for 16 * VECTORS rows of one group, and 4 * WORDS columns."""
+    """Transpose uint8 [P, num_cols] to [num_cols, num_out], each group from a multiple of `GROUP_BLOCK` on, with zeros
+    after it; a program for 16 * VECTORS rows of one group, and 4 * WORDS columns."""
     tiles_per_row = tl.cdiv(num_cols, WORDS * 4)
     first_out = tl.program_id(0) // tiles_per_row * (VECTORS * 16)
     first_col = tl.program_id(0) % tiles_per_row * (WORDS * 4)
@@ -133,7 +133,7 @@ def matrices_kernel(
     GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUPER: tl.constexpr,
     HALVES: tl.constexpr, FAST: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """Of each group its columns of a_t [N, Q] by those of b_t [K, Q], as `columns_kernel` has made them: [E, N, K]."""
+    """Multiply each group's columns of a_t [N, Q] by those of b_t [K, Q], made by `columns_kernel`, into [E, N, K]."""
     WIDTH: tl.constexpr = BLOCK_N // HALVES
     group = tl.arange(0, GROUPS)
     column_end = _column_ends(ends, num_groups, GROUPS)

@@ -1,4 +1,4 @@
-"""The grouped products as one would write them down: one group after another, in float32."""
+"""Reference of the grouped products: one group after another, in float32."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 GROUP_BLOCK = 128
-"""Columns of a group start at a multiple of this, with zeros behind them: a tile along which a product contracts
-belongs to one group, and has no mask."""
+"""Columns of a group start at a multiple of this, with zeros after them: a tile along which a product contracts belongs
+to one group, and has no mask."""
 
 
 def num_columns(num_rows: int, num_groups: int) -> int:
-    """Q: a number that groups of altogether `num_rows` rows have at most, whichever row is whose."""
+    """Return Q, the most columns that groups of altogether `num_rows` rows need, whichever row is whose."""
     most = num_rows + (GROUP_BLOCK - 1) * min(num_groups, num_rows)
     return most // GROUP_BLOCK * GROUP_BLOCK if num_groups else 0
 
@@ -34,7 +34,7 @@ def rows_by_matrices(
     out_dtype: torch.dtype,
     fast: bool = False,
 ) -> Tensor:
-    """[P, N]."""
+    """Return [P, N]."""
     # On CUDA, TF32 must be off (torch's default) for this to be a reference.
     output = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
     for group, rows in _rows(ends):
@@ -43,7 +43,7 @@ def rows_by_matrices(
 
 
 def columns(x: Tensor, ends: Tensor) -> Tensor:
-    """[C, Q], zeros where no row is."""
+    """Return [C, Q], zeros where no row is."""
     out_t = torch.zeros(x.shape[1], num_columns(x.shape[0], len(ends)), dtype=torch.uint8, device=x.device)
     first = 0
     for _, rows in _rows(ends):
@@ -62,7 +62,7 @@ def columns_by_columns(
     out_dtype: torch.dtype,
     fast: bool = False,
 ) -> Tensor:
-    """[E, N, K]."""
+    """Return [E, N, K]."""
     output = torch.zeros(len(ends), a_t.shape[0], b_t.shape[0], dtype=torch.float32, device=a_t.device)
     first = 0
     for group, rows in _rows(ends):

@@ -17,18 +17,18 @@ from fp8_ds.ops.transpose.triton import NUM_WARPS, VECTORS, WORDS, runs_ptx
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a product is cut, and run.
+    """Tiles of a product, and how they are run.
 
     Args:
-        rows: of a tile of the result.
-        cols: of a tile of the result.
-        inner: contracted at a time; a divisor of `GROUP_BLOCK`.
+        rows: rows of a tile of the result.
+        cols: columns of a tile of the result.
+        inner: elements contracted at a time; a divisor of `GROUP_BLOCK`.
         tall: rows of tiles that are taken column by column.
         flatten: whether the next tile is fetched while one is stored, where there are as many programs as fit.
-        programs: for each multiprocessor; 0: one a tile.
-        num_warps: of a program.
+        programs: programs for each multiprocessor; 0: one a tile.
+        num_warps: warps of a program.
         num_stages: tiles that are under way.
-        halves: in which the columns of a tile are computed, 1 or 2 (kernel.py).
+        halves: steps in which the columns of a tile are computed, 1 or 2 (kernel.py).
     """
 
     rows: int = 128
@@ -71,18 +71,18 @@ _TWO_OF_8, _TWO_OF_8_ACCURATE = (
 )
 """The same with twice the warps, which multiply and store what is short sooner."""
 _LONG_SUM = 1024
-"""Columns, from which `_TWO_OF_8_ACCURATE` take 0.92 to 0.93 of the time of `_WIDE_ACCURATE` (2048 and 4096); at 768
-they take 1.05."""
+"""Columns from which `_TWO_OF_8_ACCURATE` takes 0.92 to 0.93 of the time of `_WIDE_ACCURATE` (2048 and 4096); at 768 it
+takes 1.05."""
 _LONG_GROUP = 768
 """Columns a group, on average and with the most zeros that there can be (512 rows: 639), from which `_TWO` is taken:
 with accurate sums 0.63 of the time of `_TWO_OF_8_ACCURATE` at 2,048 rows, 1.07 at 512."""
 
 
 def rows_tiles(num_cols: int, num_inner: int, out_dtype: torch.dtype, fast: bool) -> Tiles:
-    """For `rows_by_matrices`.
+    """Choose tiles for `rows_by_matrices`.
 
-    Fast sums in other than wide tiles take at least 1.07 of the time. A wide tile of float32 has no room while the next
-    one is fetched.
+    Tiles that are not wide take at least 1.07 of the time for fast sums. A wide tile of float32 has no room while the
+    next one is fetched.
     """
     is_wide = num_cols > 128 and out_dtype.itemsize < 4
     if fast:
@@ -91,7 +91,7 @@ def rows_tiles(num_cols: int, num_inner: int, out_dtype: torch.dtype, fast: bool
 
 
 def matrices_tiles(num_columns: int, num_groups: int, fast: bool) -> Tiles:
-    """For `columns_by_columns`, which stores much and contracts over few columns where groups are small.
+    """Choose tiles for `columns_by_columns`, which stores much and contracts over few columns where groups are small.
 
     Fast sums take 1.02 of the time in `_TWO` at 512 rows; with longer groups they are not measured.
     """
@@ -116,7 +116,7 @@ def rows_by_matrices(
     fast: bool,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """As `reference.rows_by_matrices`; on CPU only under Triton's interpreter."""
+    """Triton version of `reference.rows_by_matrices`; on CPU only under Triton's interpreter."""
     (num_rows, num_inner), (num_groups, num_cols, _) = a.shape, b.shape
     if num_rows == 0 or num_cols == 0 or num_inner == 0 or num_groups == 0:
         return torch.zeros(num_rows, num_cols, dtype=out_dtype, device=a.device)
@@ -143,7 +143,7 @@ def rows_by_matrices(
 
 
 def columns(x: Tensor, ends: Tensor) -> Tensor:
-    """As `reference.columns`, but what lies behind the last group's zeros is not written."""
+    """Triton version of `reference.columns`, except that nothing is written after the last group's zeros."""
     (num_rows, num_cols), num_groups = x.shape, len(ends)
     num_out = num_columns(num_rows, num_groups)
     out_t = torch.empty(num_cols, num_out, dtype=x.dtype, device=x.device)
@@ -178,7 +178,7 @@ def columns_by_columns(
     fast: bool,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """As `reference.columns_by_columns`; on CPU only under Triton's interpreter."""
+    """Triton version of `reference.columns_by_columns`; on CPU only under Triton's interpreter."""
     num_a, num_b, num_groups = a_t.shape[0], b_t.shape[0], len(ends)
     out = torch.empty(num_groups, num_a, num_b, dtype=out_dtype, device=a_t.device)
     if a_t.numel() == 0 or b_t.numel() == 0 or num_groups == 0:

@@ -1,8 +1,8 @@
-"""A matrix kept in E4M3 by groups of 128 along its rows, one power-of-two scale each, and taken back to bf16.
+"""Storage in E4M3 by groups of 128 along the rows of a matrix, one power-of-two scale each, and the way back to bf16.
 
-For what waits between forward and backward and is multiplied by nothing (COAT, arXiv 2410.19313, section 4). COAT's
-groups have 16 elements and bf16 scales; with powers of two the way back is exact: bf16 holds every code times its scale
-while the product is normal.
+It is for tensors that wait between forward and backward and are multiplied by nothing (COAT, arXiv 2410.19313, section
+4). COAT's groups have 16 elements and bf16 scales; with powers of two the way back is exact: bf16 holds every code
+times its scale while the product is normal.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _dequantize = register_pair(
 
 
 def quantize_groupwise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`x` in E4M3, each group of 128 in a row by the largest power of two that its amax allows; one read of `x`.
+    """Quantize `x` to E4M3, each group of 128 in a row by the largest power of two its amax allows; one read of `x`.
 
     Args:
         x: bf16, fp16 or fp32 [T, C].
@@ -44,7 +44,7 @@ def quantize_groupwise(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_groups(name: str, x_fp8: Tensor, scale_inv: Tensor) -> None:
-    """Refuses all but what `quantize_groupwise` gives."""
+    """Refuse all but what `quantize_groupwise` returns."""
     if x_fp8.dtype != E4M3.dtype or x_fp8.dim() != 2 or not x_fp8.is_contiguous():
         raise ValueError(
             f"{name}: expected float8_e4m3fn [T, C], contiguous, got {x_fp8.dtype} {tuple(x_fp8.shape)} with strides "
@@ -59,7 +59,7 @@ def check_groups(name: str, x_fp8: Tensor, scale_inv: Tensor) -> None:
 
 
 def dequantize_groupwise(x_fp8: Tensor, scale_inv: Tensor) -> Tensor:
-    """`x_fp8 * scale_inv` of its group, rounded to bf16 (exact for normal numbers of bf16).
+    """Dequantize by groups: `x_fp8 * scale_inv`, rounded to bf16 (exact for normal numbers of bf16).
 
     Args:
         x_fp8: float8_e4m3fn [T, C], contiguous.

@@ -1,4 +1,4 @@
-"""De-quantisation by groups in plain torch: what the kernel is held against, and what runs on CPU."""
+"""Dequantisation by groups in plain torch: the reference of the kernel, also used on CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""De-quantisation by groups by a Triton kernel, one launch; the same bits as `reference`."""
+"""Dequantisation by groups in one launch of a Triton kernel; the same bits as `reference`."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
@@ -31,7 +31,7 @@ def dequantize_kernel(
     EVEN: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """ROWS rows of one group. Args: x_fp8 as bytes, x bf16, both contiguous. EVEN: no tile is ragged."""
+    """Dequantize ROWS rows of one group. Args: x_fp8 as bytes, x bf16, both contiguous. EVEN: no tile is ragged."""
     groups = tl.cdiv(num_cols, _BLOCK)
     first_row = tl.program_id(0) // groups * ROWS
     group = tl.program_id(0) % groups
@@ -52,7 +52,7 @@ _ROWS, _NUM_WARPS = 32, 4
 
 
 def dequantize_groupwise(x_fp8: Tensor, scale_inv: Tensor) -> Tensor:
-    """As `reference.dequantize_groupwise`; on CUDA, or on CPU under Triton's interpreter."""
+    """Triton version of `reference.dequantize_groupwise`; on CUDA, or on CPU under Triton's interpreter."""
     num_rows, num_cols = x_fp8.shape
     x = torch.empty_like(x_fp8, dtype=torch.bfloat16)
     launch(

@@ -1,10 +1,10 @@
-"""A tensor times a number that lies on the device, in place; no byte of it is touched where the number is 1.
+"""Product of a tensor and a number on the device, in place; where the number is 1, the tensor is not touched.
 
-Nobody waits for the number, which the programs of the launch look at: a gradient of the loss, 1 as a rule.
+The host does not wait for the number, because the kernel reads it: a gradient of the loss, usually 1.
 
     x = x * factor
 
-In float32, rounded once.
+The product is computed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _multiply = register(
 
 
 def takes(x: Tensor, factor: Tensor) -> bool:
-    """Whether `multiply_` takes them."""
+    """Whether `multiply_` takes these."""
     return (
         x.dtype in _DTYPES
         and factor.dtype == torch.float32
@@ -46,16 +46,16 @@ def takes(x: Tensor, factor: Tensor) -> bool:
 
 
 def multiply_(x: Tensor, factor: Tensor) -> None:
-    """`x` is `x * factor`; with a factor of exactly 1 its bits are as they were, NaNs' too.
+    """Multiply `x` by `factor` in place; a factor of exactly 1 leaves its bits as they were, NaNs' too.
 
-    Autograd does not see it: its version is what it was, and a graph that has saved it gives it out.
+    Autograd does not see it: the version of `x` stays, so a graph that has saved `x` returns the new values.
 
     Args:
         x: bf16, fp16 or fp32, any shape, dense: contiguous in some order of its dims.
         factor: float32, one element, on the same device.
 
     Raises:
-        ValueError: others than these.
+        ValueError: arguments other than these.
     """
     if not takes(x, factor):
         raise ValueError(

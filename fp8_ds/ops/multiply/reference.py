@@ -1,4 +1,4 @@
-"""The product in plain torch."""
+"""Reference of the product in plain torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from torch import Tensor
 
 
 def multiply_(x: Tensor, factor: Tensor) -> None:
-    """`x` is the product. Reads the factor back."""
+    """Multiply in place. Reads the factor back."""
     if float(factor) != 1:
         x.data.copy_(x.to(torch.float32) * factor.reshape(()))  # `data`: the version stays, as with a kernel

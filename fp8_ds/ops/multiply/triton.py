@@ -1,4 +1,4 @@
-"""As many programs as fill the device, each with every so manieth block."""
+"""Triton kernel of the product: the programs fill the device and take blocks in turn."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
@@ -12,12 +12,12 @@ from fp8_ds.ops._launch import ceil_div, num_processors
 BLOCK, NUM_WARPS = 8192, 8
 """Elements that a program has in flight, 32 a thread, and its warps."""
 _PROGRAMS = 4
-"""On a multiprocessor."""
+"""Programs for each multiprocessor."""
 
 
 @triton.jit
 def multiply_kernel(x, factor, numel, BLOCK: tl.constexpr):
-    """In memory's order."""
+    """Multiply elements in the order of memory."""
     by = tl.load(factor)
     if by != 1.0:
         start = tl.program_id(0).to(tl.int64) * BLOCK
@@ -29,7 +29,7 @@ def multiply_kernel(x, factor, numel, BLOCK: tl.constexpr):
 
 
 def multiply_(x: Tensor, factor: Tensor) -> None:
-    """As `reference.multiply_`, without reading the factor back; on CPU only under Triton's interpreter."""
+    """Triton version of `reference.multiply_`, without reading the factor back; on CPU only under the interpreter."""
     num_programs = min(ceil_div(x.numel(), BLOCK), _PROGRAMS * num_processors(x.device))
     if num_programs:
         multiply_kernel[(num_programs,)](x, factor, x.numel(), BLOCK=BLOCK, num_warps=NUM_WARPS)

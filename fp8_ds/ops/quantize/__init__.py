@@ -1,4 +1,4 @@
-"""High precision to FP8: `x_fp8 = cast(x * scale)`, saturating; `x ~ x_fp8 * scale_inv`.
+"""Quantisation of high precision to FP8: `x_fp8 = cast(x * scale)`, saturating; `x ~ x_fp8 * scale_inv`.
 
 Infinities saturate in the cast, as in the hardware's saturating conversion. Where the amax is at hand (all but
 `quantize` and `quantize_part`) a non-finite input therefore makes scale_inv NaN, and so everything that is
@@ -41,7 +41,7 @@ def _fp8_t(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _fp8_planes(x: Tensor, dtype: torch.dtype, planes: str) -> tuple[Tensor, Tensor]:
-    """An op returns an empty tensor for a plane that it does not make."""
+    """Allocate both layouts; one that `planes` does not name has no elements."""
     none = x.new_empty(0, dtype=dtype)
     return none if planes == "col" else _fp8(x, dtype), none if planes == "row" else _fp8_t(x, dtype)
 
@@ -159,7 +159,7 @@ def _named(row_plane: Tensor, col_plane: Tensor, planes: str) -> tuple[Tensor | 
 
 
 def amax(x: Tensor) -> Tensor:
-    """Largest magnitude of `x` in one read.
+    """Return the largest magnitude of `x`, in one read.
 
     Args:
         x: bf16, fp16 or fp32, any shape and layout.
@@ -172,9 +172,9 @@ def amax(x: Tensor) -> Tensor:
 
 
 def quantize(x: Tensor, scale: Tensor, fmt: Float8Format) -> Tensor:
-    """`x` in FP8 by a scale that is already known.
+    """Quantize `x` by a scale that is already known.
 
-    Elementwise, so cutting `x` into shards and quantising them by the same scale gives the same bytes.
+    It is elementwise: shards of `x` quantised by the same scale have the same bytes as `x` quantised whole.
 
     Args:
         x: bf16, fp16 or fp32, any shape.
@@ -192,7 +192,7 @@ def quantize(x: Tensor, scale: Tensor, fmt: Float8Format) -> Tensor:
 def quantize_part(
     x: Tensor, grid: Tensor, start: int, num_cols: int, block: tuple[int, int], fmt: Float8Format
 ) -> Tensor:
-    """`quantize` of a part of a flattened matrix [R, C] that has a scale for each block: what a ZeRO shard holds of it.
+    """Quantize a part of a flattened matrix [R, C] that has a scale for each block, such as a ZeRO shard.
 
     Args:
         x: bf16, fp16 or fp32 [numel], contiguous: elements [start, start + numel) of the matrix.
@@ -225,7 +225,7 @@ def quantize_part(
 
 
 def quantize_tensorwise(x: Tensor, fmt: Float8Format) -> tuple[Tensor, Tensor]:
-    """`x` in FP8 by the scale of its own amax (current scaling).
+    """Quantize `x` by the scale of its own amax (current scaling).
 
     Args:
         x: bf16, fp16 or fp32, any shape.
@@ -240,7 +240,7 @@ def quantize_tensorwise(x: Tensor, fmt: Float8Format) -> tuple[Tensor, Tensor]:
 
 
 def quantize_tensor_pow2(x: Tensor, fmt: Float8Format) -> tuple[Tensor, Tensor]:
-    """`quantize_tensorwise` by a power of two (numerics/pow2.py), for an operand that travels.
+    """Quantize `x` as `quantize_tensorwise`, by a power of two (numerics/pow2.py), for an operand sent between ranks.
 
     Args:
         x: bf16, fp16 or fp32, any shape.
@@ -254,14 +254,14 @@ def quantize_tensor_pow2(x: Tensor, fmt: Float8Format) -> tuple[Tensor, Tensor]:
 
 
 def record_amax(x: Tensor, amax_local: Tensor) -> None:
-    """The amax of `x` is maximumed into `amax_local` (float32, 0-dim), and nothing else happens."""
+    """Raise `amax_local` (float32, 0-dim) to the amax of `x`, in place."""
     _record_amax(x, amax_local)
 
 
 def quantize_tensorwise_planes(
     x: Tensor, fmt: Float8Format, planes: Planes
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """`quantize_tensorwise` in one or both layouts: two reads of `x`, one for its amax.
+    """Quantize `x` by the scale of its own amax in one or both layouts: two reads of `x`, one for its amax.
 
     Args:
         x: bf16, fp16 or fp32, [T, C], contiguous. Fast where T and C are multiples of 16.
@@ -291,7 +291,7 @@ def quantize_delayed_planes(
     *,
     record: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """`x` in one or both layouts by a scale of the past; its amax is maximumed into `amax_local` if `record`.
+    """Quantize `x` in one or both layouts by a given scale; `amax_local` takes the maximum with its amax if `record`.
 
     Args: as in `quantize_tensorwise_planes`, and
         scale: float32, 0-dim; multiply to enter FP8.
@@ -317,7 +317,7 @@ def quantize_delayed_planes(
 def quantize_measured_planes(
     x: Tensor, scale: Tensor, scale_inv: Tensor, fmt: Float8Format, planes: Planes
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
-    """`quantize_delayed_planes` that returns the amax and writes nothing else: in a graph, equal calls are made once.
+    """Quantize as `quantize_delayed_planes`, but return the amax and write nothing else: a graph merges equal calls.
 
     Returns:
         (x_fp8, x_fp8_t, scale_inv, amax): amax float32, 0-dim.
@@ -335,7 +335,7 @@ def quantize_measured_planes(
 
 
 def quantize_rowwise(x: Tensor, fmt: Float8Format, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`x` in FP8 by one scale for each row, from that row's amax; one read of `x` up to 16384 columns, else two.
+    """Quantize `x` rowwise, each row by its own amax; one read of `x` up to 16384 columns, else two.
 
     Args:
         x: bf16, fp16 or fp32, [T, C], contiguous. Fast where C is a multiple of 16.
@@ -357,7 +357,7 @@ def quantize_rowwise(x: Tensor, fmt: Float8Format, fold: Tensor | None = None) -
 
 
 def quantize_colwise_t(x: Tensor, fmt: Float8Format, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`x.T` in FP8 by one scale for each of its rows, which are columns of `x`; two reads of `x`.
+    """Quantize `x.T` rowwise: one scale for each of its rows, which are columns of `x`; two reads of `x`.
 
     Args:
         x: bf16, fp16 or fp32, [T, C], contiguous. Fast where T and C are multiples of 16.

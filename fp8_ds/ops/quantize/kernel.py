@@ -1,4 +1,4 @@
-"""The device code of `triton`; the same bits as `reference`.
+"""Device code of `triton`; the same bits as `reference`.
 
 Four neighbouring elements make one int32 word of FP8 bytes, and all tensors here but those of planes are tensors of
 words: so every thread loads and stores 16 bytes at a time. Planes are transposed as `ops/_tiles.py` says.
@@ -26,8 +26,8 @@ MAX_PARTIALS = tl.constexpr(512)
 """Most programs of the amax kernel whose maxima a cast kernel reads; a power of two."""
 
 GIVEN, CURRENT, DELAYED, COLUMNS, POW2 = (tl.constexpr(mode) for mode in range(5))
-"""Where a scale comes from: a scalar; the maxima of an amax kernel; a scalar of the past, this call's amax being taken
-along; the amax of each column; the maxima of an amax kernel, to a power of two."""
+"""Source of a scale: a scalar; the maxima of an amax kernel; a scalar of the past, with this call's amax recorded; the
+amax of each column; the maxima of an amax kernel, to a power of two."""
 _E4M3_CARRY, _E4M3_SHIFT = (tl.constexpr(number) for number in exponent_rule(E4M3.max))
 _E5M2_CARRY, _E5M2_SHIFT = (tl.constexpr(number) for number in exponent_rule(E5M2.max))
 _MANTISSA_BITS = tl.constexpr(MANTISSA_BITS)
@@ -39,14 +39,14 @@ _TABLE_WIDTH = tl.constexpr(len(TABLE_COLUMNS))
 
 @triton.jit
 def _largest(partials, num_partials):
-    """Bits of the amax of which `partials` are the maxima."""
+    """Return the bits of the amax of which `partials` are the maxima."""
     at = tl.arange(0, MAX_PARTIALS)
     return tl.max(tl.load(partials + at, at < num_partials, 0), 0)
 
 
 @triton.jit
 def _pow2_scale(bits, IS_E4M3: tl.constexpr):
-    """`numerics.pow2.pow2_scale` of the float with these bits: (scale, scale_inv)."""
+    """Return (scale, scale_inv) for the float with these bits, as `numerics.pow2.pow2_scale` does."""
     finite = tl.where(bits < INFINITY, bits, 0x3F800000)
     rounded_up = (finite + (_E4M3_CARRY if IS_E4M3 else _E5M2_CARRY)) >> _MANTISSA_BITS
     biased = tl.maximum(rounded_up - (_E4M3_SHIFT if IS_E4M3 else _E5M2_SHIFT), 1)
@@ -57,7 +57,7 @@ def _pow2_scale(bits, IS_E4M3: tl.constexpr):
 
 @triton.jit
 def _tensor_scale(scale, partials, num_partials, scale_inv, is_first, MODE: tl.constexpr, IS_E4M3: tl.constexpr):
-    """The scale of the whole tensor; in modes CURRENT and POW2 the first program stores its inverse."""
+    """Return the scale of the whole tensor; in modes CURRENT and POW2 the first program stores its inverse."""
     if MODE == CURRENT:
         factor, inverse = scale_from_amax(_largest(partials, num_partials), _E4M3_MAX if IS_E4M3 else _E5M2_MAX)
         tl.store(scale_inv, inverse, is_first)
@@ -71,7 +71,7 @@ def _tensor_scale(scale, partials, num_partials, scale_inv, is_first, MODE: tl.c
 
 @triton.jit
 def _record(amax, scale_inv, amax_local, RECORD: tl.constexpr):
-    """The amax of one program is taken into that of the tensor; a non-finite one spoils its scale_inv."""
+    """Take the amax of one program into that of the tensor; a non-finite one makes its scale_inv NaN."""
     if RECORD:
         record_amax(amax_local, amax)
     tl.store(scale_inv, float("nan"), amax >= INFINITY)
@@ -79,7 +79,7 @@ def _record(amax, scale_inv, amax_local, RECORD: tl.constexpr):
 
 @triton.jit
 def amax_kernel(x, out, numel, WORDS: tl.constexpr, ATOMIC: tl.constexpr, VECTOR: tl.constexpr, PTX: tl.constexpr):
-    """ATOMIC: the amax is maximumed into float32 `out`; else that of every program is stored there, as its bits."""
+    """Find the amax. ATOMIC: float32 `out` takes the maximum; else each program stores the bits of its amax there."""
     word = tl.arange(0, WORDS)
     largest = tl.zeros([WORDS], tl.int32)
     start = tl.program_id(0).to(tl.int64) * (WORDS * 4)
@@ -101,13 +101,13 @@ def quantize_kernel(
     WORDS: tl.constexpr, MODE: tl.constexpr, RECORD: tl.constexpr, IS_E4M3: tl.constexpr, VECTOR: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """Elements in the order of memory; a program for 4 * WORDS of them.
+    """Quantize elements in the order of memory; a program for 4 * WORDS of them.
 
     Args:
         scale: float32, read in modes GIVEN and DELAYED.
         partials: int32 [num_partials], bits of maxima, read in modes CURRENT and POW2.
-        scale_inv: float32; written in modes CURRENT and POW2, spoiled by a non-finite `x` in mode DELAYED.
-        amax_local: float32; in mode DELAYED the amax is maximumed into it if RECORD.
+        scale_inv: float32; written in modes CURRENT and POW2; a non-finite `x` makes it NaN in mode DELAYED.
+        amax_local: float32; in mode DELAYED it takes the maximum with the amax if RECORD.
     """
     word = tl.arange(0, WORDS)
     start = tl.program_id(0).to(tl.int64) * (WORDS * 4)
@@ -123,7 +123,7 @@ def quantize_kernel(
 
 @triton.jit
 def _part_scale(grid, grid_cols, row, col, inside, num_cols, block_rows, block_cols):
-    """The scale of each element at `col`, which may lie beyond the end of `row`; 0 where not `inside`."""
+    """Return the scale of each element at `col`, which may lie beyond the end of `row`; 0 where not `inside`."""
     row += col // num_cols
     block = row // block_rows * grid_cols + col % num_cols // block_cols
     return tl.load(grid + block, inside, 0.0)
@@ -134,7 +134,7 @@ def _cast_part(
     x, out, grid, grid_cols, start, left, num_cols, block_rows, block_cols,
     WORDS: tl.constexpr, IS_E4M3: tl.constexpr, ONE_SCALE: tl.constexpr, VECTOR: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Up to 4 * WORDS elements, `start` and on of a flattened matrix; `left` of them exist. See `part_kernel`."""
+    """Cast up to 4 * WORDS elements, `start` and on of a flattened matrix; `left` of them exist. See `part_kernel`."""
     word = tl.arange(0, WORDS)
     x0, x1, x2, x3 = load_words(x, word, left, VECTOR, PTX)
     # Divided once in 64 bits: what is left fits 32.
@@ -156,7 +156,7 @@ def part_kernel(
     x, out, grid, grid_cols, start, numel, num_cols, block_rows, block_cols,
     WORDS: tl.constexpr, IS_E4M3: tl.constexpr, ONE_SCALE: tl.constexpr, VECTOR: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Elements `start` and on of a flattened matrix; a program for 4 * WORDS of them.
+    """Quantize elements `start` and on of a flattened matrix; a program for 4 * WORDS of them.
 
     Args:
         grid: float32 [_, grid_cols], contiguous: a scale for each block of block_rows x block_cols elements.
@@ -176,11 +176,11 @@ def parts_kernel(
     DTYPE: tl.constexpr, WORDS: tl.constexpr, IS_E4M3: tl.constexpr, ONE_GRID: tl.constexpr, ONE_SCALE: tl.constexpr,
     VECTOR: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Of many tensors; a program for 4 * WORDS elements of part `program_parts[i]`, whose row in `table` names all.
+    """Quantize many tensors; a program for 4 * WORDS elements of part `program_parts[i]`, a row of `table`.
 
     Args:
         table: int64 [num_parts, len(TABLE_COLUMNS)], see parts.py.
-        DTYPE: of all sources.
+        DTYPE: dtype of all sources.
         ONE_GRID: each part has one scale.
         ONE_SCALE: as in `part_kernel`.
     """
@@ -214,7 +214,7 @@ def parts_kernel(
 
 @triton.jit
 def _column_scales(amax_cols, scale_inv, col, num_cols, first_row, IS_E4M3: tl.constexpr):
-    """Scales of the columns `col`; the programs of the first rows store their inverses."""
+    """Return the scales of the columns `col`; the programs of the first rows store their inverses."""
     bits = tl.load(amax_cols + col, col < num_cols, 0)
     factor, inverse = row_scale_from_amax(bits, _E4M3_MAX if IS_E4M3 else _E5M2_MAX)
     tl.store(scale_inv + col, inverse, col < tl.where(first_row == 0, num_cols, 0))
@@ -227,7 +227,7 @@ def planes_kernel(
     MODE: tl.constexpr, RECORD: tl.constexpr, ROW_PLANE: tl.constexpr, HAS_FOLD: tl.constexpr, IS_E4M3: tl.constexpr,
     QUARTER: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr, ONCE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The transposed plane, and the plain one if ROW_PLANE; a program for a tile (ops/_tiles.py).
+    """Quantize into the transpose, and the plain layout if ROW_PLANE; a program for a tile (ops/_tiles.py).
 
     Args: as `quantize_kernel`, and
         amax_cols: int32 [num_cols], bits of the amaxes; mode COLUMNS, which stores all of scale_inv [num_cols].
@@ -274,7 +274,7 @@ def amax_cols_kernel(
     ROWS: tl.constexpr, UNROLL: tl.constexpr, NUM_TILES: tl.constexpr, WORDS: tl.constexpr, HAS_FOLD: tl.constexpr,
     VECTOR: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Bits of the amaxes of columns, maximumed into int32 [num_cols].
+    """Find the bits of the amaxes of columns; int32 [num_cols] takes the maximum.
 
     A program works on 4 * WORDS columns and NUM_TILES tiles of ROWS * UNROLL rows.
     """
@@ -311,7 +311,7 @@ def rowwise_kernel(
     ROWS: tl.constexpr, WORDS: tl.constexpr, LOOP: tl.constexpr, HAS_FOLD: tl.constexpr, IS_E4M3: tl.constexpr,
     VECTOR: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """One scale for each row; a program for ROWS rows, which stay in its registers, or are read twice if LOOP.
+    """Quantize rowwise; a program for ROWS rows, which stay in its registers, or are read twice if LOOP.
 
     Args:
         fold: float32 [num_cols], multiplied in first, if HAS_FOLD.

@@ -1,4 +1,4 @@
-"""Parts of many matrices cast in one launch for all of a kind: what a step has to re-quantise on one rank."""
+"""Casts of parts of many matrices, one launch for all of a kind: what a step has to re-quantise on one rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp8_ds.ops.quantize import KERNEL_DTYPES, _quantize_parts
 
 _ADDRESSES = ("x", "out", "grid")
 TABLE_COLUMNS = (*_ADDRESSES, "numel", "start", "num_cols", "block_rows", "block_cols", "grid_cols", "first_program")
-"""Of the table of parts, int64 [num_parts, len(TABLE_COLUMNS)]."""
+"""Columns of the table of parts, int64 [num_parts, len(TABLE_COLUMNS)]."""
 
 PROGRAM = 8192
 """Elements of a program, as in the other casts by a scale that is known."""
@@ -24,7 +24,7 @@ _WORD = 4
 
 
 class CastPart(NamedTuple):
-    """Elements of a flattened matrix [R, C], where they go, and their scales.
+    """Elements of a flattened matrix [R, C], their destination and their scales.
 
     Args:
         x: bf16, fp16 or fp32 [numel], contiguous: elements [start, start + numel).
@@ -80,17 +80,17 @@ class CastPart(NamedTuple):
 
 
 class PartsCast:
-    """When called, every `out` is its `x` by the scales as they are: the bytes of `quantize` and `quantize_part`.
+    """Cast of many parts: a call quantises every `x` into its `out`, to the bytes of `quantize` and `quantize_part`.
 
-    Launches do not grow in number with the parts: one for each dtype of `x`, less those that are not aligned or have
-    several scales in a word, which have launches of their own. Never waits for the device, unless a tensor has moved.
+    The number of launches does not grow with the parts: there is one for each dtype of `x`, and others for parts that
+    are not aligned or have several scales in a word. It never waits for the device, unless a tensor has moved.
 
     Args:
-        parts: on one device.
+        parts: parts on one device.
         fmt: E4M3 or E5M2, the format of every `out`.
 
     Raises:
-        ValueError: a part that is none, or tensors of another dtype than `fmt`.
+        ValueError: a part is invalid, or its tensors have another dtype than `fmt`.
     """
 
     def __init__(self, parts: Sequence[CastPart], fmt: Float8Format) -> None:

@@ -1,4 +1,4 @@
-"""Quantisation in plain torch: slow and obvious; what the kernels are held against, and what runs on CPU."""
+"""Quantisation in plain torch, slow and obvious: the reference of the kernels, also used on CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CHUNK = 1 << 24
 
 
 def amax(x: Tensor) -> Tensor:
-    """Largest magnitude of `x`, float32, 0-dim; 0 for an empty tensor; NaN if there is a NaN."""
+    """Return the largest magnitude of `x`, float32, 0-dim; 0 for an empty tensor; NaN if there is a NaN."""
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     # aminmax reads x once and, unlike abs().max(), makes no copy of it; it propagates NaN.
@@ -25,7 +25,7 @@ def amax(x: Tensor) -> Tensor:
 
 
 def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float) -> Tensor:
-    """`cast(clamp(x * scale))`, product in float32, cast to nearest even; NaN stays NaN, infinity saturates."""
+    """Compute `cast(clamp(x * scale))`, product in float32, cast to nearest even; NaN stays NaN, infinity saturates."""
     # The clamp comes first: past the range, casts of torch give NaN, infinity or the maximum, by version and device.
     return (x.to(torch.float32) * scale).clamp_(-fp8_max, fp8_max).to(dtype)
 
@@ -34,7 +34,7 @@ def quantize_part(
     x: Tensor, grid: Tensor, start: int, num_cols: int, block_rows: int, block_cols: int, dtype: torch.dtype,
     fp8_max: float,
 ) -> Tensor:  # fmt: skip
-    """`quantize` of elements `start` and on of a flattened matrix, by a grid of scales, one for each block."""
+    """Quantize elements `start` and on of a flattened matrix by a grid of scales, one for each block."""
     at = torch.arange(start, start + x.numel(), device=x.device)
     scale = grid[at // num_cols // block_rows, at % num_cols // block_cols]
     return quantize(x, scale, dtype, fp8_max)
@@ -51,7 +51,7 @@ def quantize_parts(
     is_vector: bool,
     fp8_max: float,
 ) -> None:
-    """Each of `xs` into its `outs`, by `quantize` where its grid is 0-dim, else by `quantize_part`.
+    """Quantize each of `xs` into its `outs`, by `quantize` where its grid is 0-dim, else by `quantize_part`.
 
     Args:
         table, program_parts, has_one_scale, is_vector: for the kernel, see parts.py.
@@ -94,7 +94,7 @@ def record_amax(x: Tensor, amax_local: Tensor) -> None:
 
 
 def _planes(x_fp8: Tensor, planes: str) -> tuple[Tensor, Tensor]:
-    """(plain, transposed), empty where not asked for; neither shares memory with the other."""
+    """Return (plain, transposed), empty where not asked for; neither shares memory with the other."""
     none = x_fp8.new_empty(0)
     return none if planes == "col" else x_fp8, none if planes == "row" else transpose(x_fp8)
 
@@ -121,7 +121,7 @@ def quantize_delayed_planes(
 
 
 def quantize_rowwise(x: Tensor, fold: Tensor | None, dtype: torch.dtype, fp8_max: float) -> tuple[Tensor, Tensor]:
-    """One scale for each row: (x_fp8 [T, C], scale_inv [T, 1]); `fold` [C] or [C, 1] is multiplied in first."""
+    """Return (x_fp8 [T, C], scale_inv [T, 1]), one scale a row; `fold` [C] or [C, 1] is multiplied in first."""
     folded = x.to(torch.float32) if fold is None else x.to(torch.float32) * fold.reshape(-1)
     amaxes = folded.new_zeros(len(x)) if x.numel() == 0 else folded.abs().amax(dim=1)
     scale, scale_inv = row_scale_from_amax(amaxes[:, None], fp8_max)
@@ -129,6 +129,6 @@ def quantize_rowwise(x: Tensor, fold: Tensor | None, dtype: torch.dtype, fp8_max
 
 
 def quantize_colwise_t(x: Tensor, fold: Tensor | None, dtype: torch.dtype, fp8_max: float) -> tuple[Tensor, Tensor]:
-    """One scale for each column: (x_fp8_t [C, T], scale_inv [C, 1]); `fold` [T] or [T, 1] is multiplied in first."""
+    """Return (x_fp8_t [C, T], scale_inv [C, 1]), one scale a column; `fold` [T] or [T, 1] is multiplied in first."""
     x_fp8_t, scale_inv = quantize_rowwise(x.t(), fold, dtype, fp8_max)
     return x_fp8_t.contiguous(), scale_inv

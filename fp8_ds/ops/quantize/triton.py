@@ -1,4 +1,4 @@
-"""The kernels of kernel.py launched: same arguments and results as the functions of `reference`.
+"""Launches of the kernels of kernel.py: same arguments and results as the functions of `reference`.
 
 `x` is contiguous and has elements, and a given scale is 0-dim. On CPU these run under Triton's interpreter only.
 """
@@ -23,17 +23,17 @@ _ALIGNMENT = 16
 _TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 AMAX_WORDS, AMAX_WARPS, AMAX_PROGRAMS = 16384, 32, 1
-"""Of `amax`: words of a tile, warps of a program, programs for each multiprocessor. 16 words a thread are 128 bytes of
+"""Launch of `amax`: words of a tile, warps of a program, programs a multiprocessor. 16 words a thread are 128 bytes of
 bf16 on their way; one long program on each leaves few maxima for the cast to read, and none waits for a second turn."""
 
 CAST_WORDS, CAST_WARPS = PROGRAM // 4, 4
-"""Of a cast without transpose: words and warps of a program."""
+"""Launch of a cast without transpose: words and warps of a program."""
 
 PLANES_QUARTER, PLANES_WARPS = 16, 4
-"""Of a cast with transpose: a quarter of a program's rows (ops/_tiles.py), and its warps."""
+"""Launch of a cast with transpose: a quarter of a program's rows (ops/_tiles.py), and its warps."""
 
 COLS_ROWS, COLS_UNROLL, COLS_TILES, COLS_WORDS, COLS_WARPS = 4, 8, 4, 64, 8
-"""Of the amaxes of columns: a program for 128 rows and 256 columns."""
+"""Launch of the amaxes of columns: a program for 128 rows and 256 columns."""
 
 COLS_ONCE_BYTES = 64 << 20
 """Largest input whose cast by columns lets go of what it has read, so that its results do not push out of the L2 cache
@@ -41,11 +41,11 @@ COLS_ONCE_BYTES = 64 << 20
 1 % at 64, 2 % slower at 128 (benchmarks/results/2026-11-26-kernels-trial.md)."""
 
 ROW_WORDS, MAX_ROW_WORDS, WORDS_PER_THREAD = 2048, 4096, 16
-"""Of a cast by rows: words of a program, most words of a row that stays in registers, words of a thread."""
+"""Launch of a cast by rows: words of a program, most words of a row that stays in registers, words of a thread."""
 
 
 def _is_vector(*sizes: int, at: tuple[Tensor | None, ...]) -> bool:
-    """Whether rows of these sizes are cut into whole vectors, from tensors that begin at one."""
+    """Whether rows of these sizes, from tensors that begin at a vector, are split into whole vectors."""
     for size in sizes:
         if size % _ALIGNMENT:
             return False
@@ -61,7 +61,7 @@ def _scalar(x: Tensor) -> Tensor:
 
 
 def _num_amax_programs(x: Tensor) -> int:
-    """Enough to fill the device, and no more than the casts read maxima of."""
+    """Return enough programs to fill the device, and no more than the casts read maxima of."""
     most = min(AMAX_PROGRAMS * num_processors(x.device), kernel.MAX_PARTIALS.value)
     return min(most, ceil_div(x.numel(), AMAX_WORDS * 4))
 
@@ -92,7 +92,7 @@ def record_amax(x: Tensor, amax_local: Tensor) -> None:
 
 
 def _partial_amaxes(x: Tensor) -> Tensor:
-    """int32 [num_programs]: bits of maxima whose maximum is the amax of `x`. Nothing has to be set to zero for them."""
+    """Return int32 [num_programs], bits of maxima whose maximum is the amax of `x`. They need no zeroing."""
     num_programs = _num_amax_programs(x)
     partials = torch.empty(num_programs, dtype=torch.int32, device=x.device)
     _launch_amax(x, partials, num_programs, atomic=False)
@@ -109,7 +109,7 @@ def _cast(
     scale_inv: Tensor | None = None,
     amax_local: Tensor | None = None,
 ) -> Tensor:
-    """One launch of `quantize_kernel`."""
+    """Launch `quantize_kernel` once."""
     out = torch.empty_like(x, dtype=dtype)
     launch(
         kernel.quantize_kernel,
@@ -173,7 +173,7 @@ def quantize_parts(
     is_vector: bool,
     fp8_max: float,
 ) -> None:
-    """One launch; `table` has what `cuts` and the addresses say, and `is_vector` holds for every part."""
+    """Launch once; `table` has what `cuts` and the addresses say, and `is_vector` holds for every part."""
     launch(
         kernel.parts_kernel,
         len(program_parts),
@@ -214,7 +214,7 @@ def _cast_planes(
     scale_inv: Tensor | None = None,
     amax_local: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One launch of `planes_kernel`; where only the plain plane is wanted, of `quantize_kernel`."""
+    """Launch `planes_kernel` once, or `quantize_kernel` where only the plain layout is wanted."""
     none = torch.empty(0, dtype=dtype, device=x.device)
     if planes == "row":
         row_plane = _cast(x, dtype, mode, scale=scale, partials=partials, scale_inv=scale_inv, amax_local=amax_local)

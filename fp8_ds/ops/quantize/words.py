@@ -1,4 +1,4 @@
-"""Words of four neighbouring elements, read as float32, and their magnitudes: device code of the kernels beside.
+"""Words of four neighbouring elements, read as float32, and their magnitudes: device code for the kernels beside.
 
 Every thread loads 16 bytes at a time where the tensor is aligned. `ops/transpose/triton.py` stores words.
 """
@@ -20,14 +20,14 @@ mov.f32 $2, 0f00000000;
 mov.f32 $3, 0f00000000;
 @inside ld.global.v4.f32 {$0, $1, $2, $3}, [$4];
 }"""
-"""Four floats of one thread into four tensors: `tl.load` gives one, and to part it passes it through shared memory."""
+"""Load four floats of one thread into four tensors: `tl.load` gives one, and splits it through shared memory."""
 
 _LOAD_16_BYTES = tl.constexpr(LOAD_16_BYTES)
 
 
 @triton.jit
 def load_words(x, word, num, VECTOR: tl.constexpr, PTX: tl.constexpr):
-    """Elements `4 * word` to `4 * word + 3` behind `x`, 0 from element `num` on: four float32 tensors.
+    """Load elements `4 * word` to `4 * word + 3` behind `x`, 0 from element `num` on: four float32 tensors.
 
     VECTOR: `x` lies at a multiple of 16 bytes and `num` is a multiple of 16.
     """
@@ -49,7 +49,7 @@ def load_words(x, word, num, VECTOR: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def _load_floats(at, inside, PTX: tl.constexpr):
-    """Four float32 numbers behind each pointer."""
+    """Load four float32 numbers behind each pointer."""
     if PTX:
         x0, x1, x2, x3 = tl.inline_asm_elementwise(
             _LOAD_16_BYTES,
@@ -67,7 +67,7 @@ def _load_floats(at, inside, PTX: tl.constexpr):
 
 @triton.jit
 def _pair(bits, ELEMENT: tl.constexpr):
-    """Two numbers of 16 bits, the first one in the low half, as float32."""
+    """Split bits into two numbers of 16 bits, the first one in the low half, as float32."""
     if ELEMENT.is_bf16():
         first, second = (bits << 16).to(tl.float32, bitcast=True), (bits & ~0xFFFF).to(tl.float32, bitcast=True)
     else:
@@ -78,13 +78,13 @@ def _pair(bits, ELEMENT: tl.constexpr):
 
 @triton.jit
 def largest_magnitude(x0, x1, x2, x3):
-    """Bits of the largest magnitude in each word."""
+    """Return the bits of the largest magnitude in each word."""
     return tl.maximum(tl.maximum(magnitude(x0), magnitude(x1)), tl.maximum(magnitude(x2), magnitude(x3)))
 
 
 @triton.jit
 def load_folded(x, fold, first, word, num, num_in_row, HAS_FOLD: tl.constexpr, VECTOR: tl.constexpr, PTX: tl.constexpr):
-    """`load_words` of the rows behind `x`, from column `first` on, each element times that of `fold`."""
+    """Load as `load_words` the rows behind `x`, from column `first` on, each element times that of `fold`."""
     x0, x1, x2, x3 = load_words(x, word, num, VECTOR, PTX)
     if HAS_FOLD:
         f0, f1, f2, f3 = load_words(fold + first, word, num_in_row - first, VECTOR, PTX)

@@ -3,9 +3,9 @@
 bf16 results are those of the module that is replaced (up to the last bit of rstd, whose sum has another order there),
 and FP8 results are those bf16 values quantised as in ops/quantize: fusing changes no other number.
 
-`rounding="once"`: `x * rstd * weight` in float32, rounded at the end: torch.nn.RMSNorm (torch 2.13
-`torch/_decomp/decompositions.py`, `_fused_rms_norm`; CUDA `layer_norm_kernel.cu`). `rounding="twice"`: the normed value
-is rounded to bf16 before the weight: transformers 5 `LlamaRMSNorm.forward` (which, if the weight is float32, returns
+`rounding="once"` computes `x * rstd * weight` in float32 and rounds at the end: torch.nn.RMSNorm (torch 2.13
+`torch/_decomp/decompositions.py`, `_fused_rms_norm`; CUDA `layer_norm_kernel.cu`). `rounding="twice"` rounds the normed
+value to bf16 before the weight: transformers 5 `LlamaRMSNorm.forward` (which, if the weight is float32, returns
 float32; here that is rounded to bf16).
 """
 
@@ -24,10 +24,10 @@ from fp8_ds.ops.rmsnorm import reference
 __all__ = ["MAX_COLS", "Fp8Output", "Rounding", "rmsnorm", "rmsnorm_backward"]
 
 MAX_COLS = 32768
-"""A row stays in the registers of one program: 32 elements for each of its 1024 threads."""
+"""Most columns: a row stays in the registers of one program, 32 elements for each of its 1024 threads."""
 
 Rounding = Literal["once", "twice"]
-"""Where the bf16 module rounds that an op stands for; see the module's text."""
+"""Rounding of the bf16 module that the op replaces; see the module's text."""
 
 _rmsnorm = register_pair(
     "rmsnorm(Tensor x, Tensor weight, float eps, str scaling, Tensor? scale, Tensor? scale_inv, "
@@ -66,7 +66,7 @@ def rmsnorm(
     record: bool = True,
     rounding: Rounding = "once",
 ) -> tuple[Fp8Output, Tensor]:
-    """`x / sqrt(mean(x**2) + eps) * weight` in FP8 and in bf16.
+    """Compute `x / sqrt(mean(x**2) + eps) * weight` in FP8 and in bf16.
 
     Args:
         x: bf16 [T, C], rows without gaps, any stride between them.
@@ -92,7 +92,7 @@ def rmsnorm(
 
 
 def rmsnorm_backward(grad_output: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of `rmsnorm` in float32 arithmetic, roundings of forward passed over; the same bits in every run.
+    """Compute the gradients of `rmsnorm` in float32, ignoring the forward's roundings; the same bits in every run.
 
     Args:
         grad_output: bf16 [T, C], rows without gaps.

@@ -1,4 +1,4 @@
-"""The device code of `rmsnorm.triton`; sums in the order of `reference`, nothing fused, so the same bits."""
+"""Device code of `rmsnorm.triton`; sums in the order of `reference`, nothing fused, so the same bits."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LANES = tl.constexpr(reference.PARTIAL_LANES)
 
 @triton.jit
 def _row_mean(x, num_cols, BLOCK: tl.constexpr):
-    """`reference._mean` of one row, float32 [BLOCK], zeros beyond num_cols."""
+    """Compute `reference._mean` of one row, float32 [BLOCK], zeros beyond num_cols."""
     eights = x
     for level in tl.static_range(3):
         even, odd = tl.split(tl.reshape(eights, [BLOCK >> (level + 1), 2]))
@@ -26,7 +26,7 @@ def _row_mean(x, num_cols, BLOCK: tl.constexpr):
 
 @triton.jit
 def _in_bf16(bits):
-    """Bits of a float32 >= 0 or a NaN, rounded to what bf16 holds, nearest even; any NaN is the plain one."""
+    """Round the bits of a float32 >= 0 or a NaN to what bf16 holds, nearest even; any NaN becomes the plain one."""
     return tl.where(bits > INFINITY, NAN, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16)
 
 
@@ -51,9 +51,9 @@ def rmsnorm_rows_kernel(
     BLOCK: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Modes GIVEN and ROWWISE, by programs that take every so many-th row, one in registers and one being loaded.
+    """Compute modes GIVEN and ROWWISE; programs take rows in turn, one in registers and one being loaded.
 
-    The weight is read once. With a given scale, of a row only the mean is reduced: maxima wait for the last row.
+    The weight is read once. With a given scale, only the mean of a row is reduced: maxima wait for the last row.
     """
     cols = tl.arange(0, BLOCK)
     mask = cols < num_cols
@@ -109,7 +109,7 @@ def rmsnorm_kernel(
     BLOCK: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """The two passes of tensorwise, AMAX and FROM_AMAX; one program a row. Pointers of the other pass are not read.
+    """Compute the passes of tensorwise, AMAX and FROM_AMAX; one program a row. Pointers of the other pass are not read.
 
     No row is loaded ahead: one pass stores no row, the other sums none, so that neither has so much to wait for.
     """
@@ -144,7 +144,7 @@ def rmsnorm_kernel(
 
 @triton.jit
 def _load_ahead(grad_output, x, rstd, row, cols, num_rows, num_cols, grad_output_stride, x_stride):
-    """A row of both, and its rstd; zeros where there is none."""
+    """Load a row of both, and its rstd; zeros where there is none."""
     exists = row < num_rows
     mask = cols < tl.where(exists, num_cols, 0)
     grad = tl.load(grad_output + row * grad_output_stride + cols, mask, 0.0)
@@ -167,10 +167,10 @@ def rmsnorm_backward_kernel(
     BLOCK: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """grad_x, and partial sums of grad_weight, float32 [ceil(num_rows / rows_per_partial), num_cols].
+    """Compute grad_x and partial sums of grad_weight, float32 [ceil(num_rows / rows_per_partial), num_cols].
 
-    By programs that take every so many-th partial sum, of which there is one for each at least. The next row is being
-    loaded while one is worked on, the first of the next partial sum too.
+    Programs take partial sums in turn, at least one each. The next row is being loaded while one is worked on, the
+    first of the next partial sum too.
     """
     cols = tl.arange(0, BLOCK)
     mask = cols < num_cols
@@ -205,7 +205,7 @@ def rmsnorm_backward_kernel(
 
 @triton.jit
 def sum_partials_kernel(partial, total, num_partials, num_cols, STEPS: tl.constexpr, COLS: tl.constexpr):
-    """`reference.sum_partials`, STEPS in each lane; all of a lane are on their way before the first is added."""
+    """Compute `reference.sum_partials`, STEPS in each lane; all loads of a lane start before the first addition."""
     lanes = tl.arange(0, _LANES)
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     mask = cols < num_cols

@@ -9,20 +9,20 @@ from fp8_ds.ops._producer import SlotTensors, quantize_by
 
 MIN_ROWS_PER_PARTIAL = 16
 MAX_PARTIALS, MAX_PARTIAL_NUMBERS = 512, 2**20
-"""At most so many partial sums; of wide rows fewer, that they hold so many numbers in all (4 MiB, which are written and
-read back), but as many as there are lanes."""
+"""Most partial sums; wide rows have fewer, so that they hold so many numbers in all (4 MiB, which are written and read
+back), but as many as there are lanes."""
 PARTIAL_LANES = 128
 
 
 def rows_per_partial(num_rows: int, num_cols: int) -> int:
-    """Consecutive rows whose shares of grad_weight are added one after another; a function of the shape alone."""
+    """Number of consecutive rows whose shares of grad_weight are added in turn; a function of the shape alone."""
     width = 1 << max(num_cols - 1, 0).bit_length()
     most = min(max(MAX_PARTIAL_NUMBERS // width, PARTIAL_LANES), MAX_PARTIALS)
     return max(MIN_ROWS_PER_PARTIAL, -(-num_rows // most))
 
 
 def row_sum(x: Tensor) -> Tensor:
-    """Sum of each row, float32 [T, C] to [T, 1]: eight neighbours as ((0+1)+(2+3))+((4+5)+(6+7)), then float64.
+    """Sum each row, float32 [T, C] to [T, 1]: eight neighbours as ((0+1)+(2+3))+((4+5)+(6+7)), then float64.
 
     The sums of eight are rounded to float32 in this order; their sum in float64 is exact, and so has no order, while
     they span less than 2**20; beyond, orders differ by 2**-50 before the one rounding to float32.
@@ -39,7 +39,7 @@ def _mean(x: Tensor) -> Tensor:
 
 
 def rstd_of(x: Tensor, eps: float) -> Tensor:
-    """`1 / sqrt(mean(x**2) + eps)` of each row, float32 [T]; root and quotient correctly rounded."""
+    """Compute `1 / sqrt(mean(x**2) + eps)` of each row, float32 [T]; root and quotient are correctly rounded."""
     wide = x.float()
     # In float64: torch's float32 root is not correctly rounded on CPU.
     root = (_mean(wide * wide) + eps).double().sqrt().float()
@@ -47,7 +47,7 @@ def rstd_of(x: Tensor, eps: float) -> Tensor:
 
 
 def normalize(x: Tensor, weight: Tensor, rstd: Tensor, twice: bool) -> Tensor:
-    """bf16 [T, C]: `x * rstd * weight`, rounded at the end, or also before the weight."""
+    """Compute bf16 [T, C], `x * rstd * weight`, rounded at the end, or also before the weight."""
     normed = x.float() * rstd[:, None]
     if twice:
         normed = normed.bfloat16().float()
@@ -66,14 +66,14 @@ def rmsnorm(
     fp8_max: float,
     twice: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(x_fp8, scale_inv, hp, rstd)."""
+    """Return (x_fp8, scale_inv, hp, rstd)."""
     rstd = rstd_of(x, eps)
     hp = normalize(x, weight, rstd, twice)
     return *quantize_by(hp, mode, SlotTensors(scale, scale_inv, amax_local), dtype, fp8_max), hp, rstd
 
 
 def rmsnorm_backward(grad_output: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """(grad_x, grad_weight)."""
+    """Return (grad_x, grad_weight)."""
     normed = x.float() * rstd[:, None]
     grad = grad_output.float()
     grad_normed = grad * weight.float()
@@ -82,18 +82,18 @@ def rmsnorm_backward(grad_output: Tensor, x: Tensor, weight: Tensor, rstd: Tenso
 
 
 def sum_rows(x: Tensor) -> Tensor:
-    """Sum of all rows, float32 [T, C] to [C]: `partial_sums`, then `sum_partials`."""
+    """Sum all rows, float32 [T, C] to [C]: `partial_sums`, then `sum_partials`."""
     return sum_partials(partial_sums(x))
 
 
 def partial_sums(x: Tensor) -> Tensor:
-    """`rows_per_partial` rows added one after another from zero in float32, [T, C] to [P, C]."""
+    """Add `rows_per_partial` rows one after another from zero in float32, [T, C] to [P, C]."""
     rows = rows_per_partial(*x.shape)
     return _sum_in_order(_pad_rows(x, rows).unflatten(0, (-1, rows)).transpose(0, 1))
 
 
 def sum_partials(partial: Tensor) -> Tensor:
-    """[P, C] to [C]: lane i of 128 adds partials i, i + 128, ... in float32; lanes in float64, as in `row_sum`."""
+    """Sum [P, C] to [C]: lane i of 128 adds partials i, i + 128, ... in float32; lanes in float64, as in `row_sum`."""
     lanes = _sum_in_order(_pad_rows(partial, PARTIAL_LANES).unflatten(0, (-1, PARTIAL_LANES)))
     return lanes.double().sum(dim=0).float()
 

@@ -17,11 +17,11 @@ from fp8_ds.ops.transpose.triton import runs_ptx
 
 _PER_THREAD, _PER_THREAD_BACKWARD = 32, 16
 _AHEAD_WARPS, _BACKWARD_WARPS = 16, 16
-"""On a multiprocessor, of programs that load a row ahead: with 32 elements a thread, backward 16 of two tensors, 32 KiB
-are on their way to it while as much is worked on (benchmarks/results/2026-11-26-kernels-trial.md and, backward,
+"""Warps on a multiprocessor, of programs that load a row ahead: with 32 elements a thread, backward 16 of two tensors,
+32 KiB are on their way to it while as much is worked on (benchmarks/results/2026-11-26-kernels-trial.md and, backward,
 -second.md). Rows of more than 16384, no model's, spill."""
 _SUM_COLS = 8
-"""Of up to 512 partial sums: 16 KiB a program, and a program for each multiprocessor from some 1000 columns on."""
+"""Columns of a program: 16 KiB with 512 partial sums, and a program a multiprocessor from some 1000 columns on."""
 
 
 def _block(num_cols: int) -> int:
@@ -34,10 +34,10 @@ def _num_warps(block: int, per_thread: int) -> int:
 
 
 def _turns(x: Tensor, num_tasks: int, warps: int, num_warps: int) -> tuple[int, dict[str, int]]:
-    """How many programs take turns at the tasks, and options of their launch.
+    """Return how many programs take turns at the tasks, and options of their launch.
 
-    No more programs than tasks, nor than `warps` on each multiprocessor of the device of `x` allow; these share its
-    65536 registers, in eights for a thread.
+    There are no more programs than tasks, nor than `warps` on each multiprocessor of the device of `x` allow; these
+    share its 65536 registers, in eights for a thread.
     """
     num_programs = min(num_tasks, max(warps // num_warps, 1) * num_processors(x.device))
     registers = min(65536 // 32 // max(warps, num_warps) // 8 * 8, 255)
@@ -56,7 +56,7 @@ def rmsnorm(
     fp8_max: float,
     twice: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `reference.rmsnorm`."""
+    """Triton version of `reference.rmsnorm`."""
     num_rows, num_cols = x.shape
     x_fp8, found, hp = empty_output(x, mode, dtype)
     rstd = torch.empty(num_rows, dtype=torch.float32, device=x.device)
@@ -97,7 +97,7 @@ def rmsnorm(
 
 
 def rmsnorm_backward(grad_output: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """As `reference.rmsnorm_backward`."""
+    """Triton version of `reference.rmsnorm_backward`."""
     num_rows, num_cols = x.shape
     rows = rows_per_partial(num_rows, num_cols)
     num_partials = ceil_div(num_rows, rows)

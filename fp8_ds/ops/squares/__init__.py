@@ -1,4 +1,4 @@
-"""The sum of the squares of many tensors, in one launch: what a global gradient norm is the root of."""
+"""Sum of the squares of many tensors in one launch, for a global gradient norm."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _KERNEL_DTYPES = (torch.bfloat16, torch.float32)
 
 
 class SumOfSquares:
-    """Called with the gradients of each step. Keeps the addresses of the last ones on the device."""
+    """Sum of squares of each step's gradients; keeps the addresses of the last ones on the device."""
 
     def __init__(self) -> None:
         self._launches: dict[torch.dtype, Any] = {}
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
-        """float32, 0-dim: infinite or NaN if an element is, or if the sum leaves the range. Never waits for the device.
+        """Return float32, 0-dim: infinite or NaN if an element is, or if the sum overflows. Never waits for the device.
 
         The order of additions depends on the tensors' sizes alone, so equal tensors give equal bits on one device.
 
         Args:
-            tensors: at least one, on one device, none empty.
+            tensors: at least one tensor, all on one device, none empty.
         """
         takes_kernel = all(x.is_cuda and x.dtype in _KERNEL_DTYPES and x.is_contiguous() for x in tensors)
         if not takes_kernel:

@@ -1,4 +1,4 @@
-"""One launch for all tensors of a dtype, whose addresses lie in a table; partial sums are added by torch."""
+"""Triton kernel that sums all tensors of a dtype in one launch, by a table of addresses; torch adds partial sums."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
@@ -25,7 +25,7 @@ def squares_kernel(
     addresses, numels, first_programs, program_tensors, partials,
     DTYPE: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Program `i` adds the squares of SPAN blocks of tensor `program_tensors[i]` into `partials[i]`."""
+    """Add the squares of SPAN blocks of tensor `program_tensors[i]` into `partials[i]`, in program `i`."""
     tensor = tl.load(program_tensors + tl.program_id(0))
     start = (tl.program_id(0) - tl.load(first_programs + tensor)).to(tl.int64) * (BLOCK * SPAN)
     left = tl.minimum(tl.load(numels + tensor) - start, BLOCK * SPAN).to(tl.int32)
@@ -47,7 +47,7 @@ def squares_kernel(
 
 
 class _Launch:
-    """The tables of tensors of one dtype and of these sizes."""
+    """Tables of tensors of one dtype and of these sizes."""
 
     def __init__(self, numels: list[int], device: torch.device) -> None:
         self.numels = numels
@@ -75,10 +75,10 @@ class _Launch:
 
 
 def sum_of_squares(tensors: Sequence[Tensor], launches: dict[Any, Any]) -> Tensor:
-    """As `SumOfSquares.__call__`, of contiguous bf16 and float32 tensors; on CPU only under Triton's interpreter.
+    """Triton version of `SumOfSquares.__call__`, for contiguous bf16 and float32; on CPU only under the interpreter.
 
     Args:
-        launches: what the last call with these dtypes left, by dtype.
+        launches: tables that the last call with these dtypes left, by dtype.
     """
     sums = []
     for dtype in dict.fromkeys(x.dtype for x in tensors):

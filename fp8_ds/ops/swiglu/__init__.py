@@ -36,8 +36,8 @@ __all__ = [
 ]
 
 _Factor = Tensor | tuple[Tensor, Tensor]
-"""bf16 [T, F], rows without gaps, any stride between them; or what `ops.groupwise.quantize_groupwise` made of it: it is
-read as what would come back."""
+"""Input bf16 [T, F], rows without gaps, any stride between them; or the result of `ops.groupwise.quantize_groupwise`
+for it, which is read as its dequantised values."""
 
 _swiglu = register_pair(
     "swiglu(Tensor gate, Tensor up, str scaling, Tensor? scale, Tensor? scale_inv, Tensor(a!)? amax_local, "
@@ -95,7 +95,7 @@ _backward_and_columns = register_pair(
 
 
 def _parts(gate: _Factor, up: _Factor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Values of both and scales of both, looked at."""
+    """Check gate and up; return the values of both and the scales of both."""
     if isinstance(gate, tuple) and isinstance(up, tuple):
         check_groups("gate", *gate)
         check_groups("up", *up)
@@ -119,7 +119,7 @@ def _check(grad_hidden: Tensor, gate: Tensor, up: Tensor) -> None:
 
 
 def _one_scale_each(*scalings: Scaling) -> tuple[str, list[SlotTensors]]:
-    """The mode of all, which record what they have slots for, and their slots."""
+    """Return the one mode of all, and their slots; a slot that is there records."""
     modes, slots = zip(*map(mode_of, scalings), strict=True)
     if len(set(modes)) > 1 or modes[0] == "rowwise":
         raise ValueError(
@@ -132,7 +132,7 @@ def _one_scale_each(*scalings: Scaling) -> tuple[str, list[SlotTensors]]:
 def swiglu(
     gate: Tensor, up: Tensor, fmt: Float8Format, scaling: Scaling, *, record: bool = True, with_hp: bool = False
 ) -> tuple[Fp8Output, Tensor | None]:
-    """`silu(gate) * up` in FP8, and in bf16 too if `with_hp`.
+    """Compute `silu(gate) * up` in FP8, and in bf16 too if `with_hp`.
 
     Args:
         gate: bf16 [T, F], rows without gaps, any stride between them.
@@ -143,7 +143,7 @@ def swiglu(
         with_hp: whether the bf16 values are written too.
 
     Returns:
-        (output, amax): float32, 0-dim, where it was measured: "tensorwise" (else None).
+        (output, amax): amax is float32, 0-dim, where it was measured, in "tensorwise"; else None.
 
     Raises:
         ValueError: another dtype, shape, layout, format or scaling.
@@ -156,7 +156,7 @@ def swiglu(
 
 
 def swiglu_backward(grad_hidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of `silu(gate) * up`.
+    """Compute the gradients of `silu(gate) * up`.
 
     Args:
         grad_hidden: bf16 [T, F]: gradient of the output; layout as for gate.
@@ -172,7 +172,7 @@ def swiglu_backward(grad_hidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tens
 
 
 def swiglu_backward_packed(grad_hidden: Tensor, gate_up: Tensor) -> Tensor:
-    """Gradient of gate_up [T, 2F] (gate first), bf16 [T, 2F], contiguous; the rest as in `swiglu_backward`."""
+    """Compute the gradient of gate_up [T, 2F] (gate first): bf16 [T, 2F], contiguous. Args: as in `swiglu_backward`."""
     check_rows("gate_up", gate_up)
     if gate_up.shape[1] % 2:
         raise ValueError(f"gate_up: expected [T, 2F], got {tuple(gate_up.shape)}. Pass gate and up side by side.")
@@ -191,10 +191,10 @@ def swiglu_backward_to_fp8(
     *,
     with_hp: bool = False,
 ) -> tuple[Fp8Output, Fp8Output]:
-    """(grad_gate, grad_up) in FP8, each by one scale of its own; the rest as in `swiglu` and `swiglu_backward`.
+    """Compute (grad_gate, grad_up) in FP8, each by one scale; the rest is as in `swiglu` and `swiglu_backward`.
 
     Args:
-        scalings: of grad_gate and of grad_up: slots, which record, or "tensorwise" for both.
+        scalings: scalings of grad_gate and of grad_up: slots, which record, or "tensorwise" for both.
     """
     _check(grad_hidden, gate, up)
     mode, (of_gate, of_up) = _one_scale_each(*scalings)
@@ -213,12 +213,12 @@ def swiglu_columns(
     *,
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The transpose of what `swiglu` makes, and not that: (`fmt.dtype` [F, T], scale_inv); nothing is recorded.
+    """Compute only the transpose of what `swiglu` makes: (`fmt.dtype` [F, T], scale_inv); nothing is recorded.
 
     Args: as in `swiglu`; one scale for all, and
-        gate: bf16, or codes and scales of `ops.groupwise.quantize_groupwise`, read as what would come back.
+        gate: bf16, or codes and scales of `ops.groupwise.quantize_groupwise`, read as their dequantised values.
         up: the same.
-        amax: float32, 0-dim, what `swiglu` measured of the same tensors: "tensorwise" reads them once then, not twice.
+        amax: float32, 0-dim, as `swiglu` measured it of the same tensors: "tensorwise" then reads them only once.
     """
     values = _parts(gate, up)
     mode, (slot,) = _one_scale_each(scaling)
@@ -233,7 +233,7 @@ def swiglu_backward_kept(
     fmt: Float8Format,
     scalings: tuple[Scaling, Scaling],
 ) -> tuple[Fp8Output, Fp8Output, Tensor | None]:
-    """`swiglu_backward_to_fp8` of gate and up that `ops.groupwise.quantize_groupwise` keeps, read as they are.
+    """Compute `swiglu_backward_to_fp8` of gate and up as `ops.groupwise.quantize_groupwise` keeps them.
 
     Returns:
         (grad_gate, grad_up, amax of the product for `swiglu_columns`, float32, 0-dim; None: not tensorwise).
@@ -256,12 +256,12 @@ def swiglu_backward_and_columns(
     *,
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Fp8Output, Fp8Output]:
-    """`swiglu_columns` and `swiglu_backward_to_fp8` in one read of gate, up and grad_hidden; the same bits.
+    """Compute `swiglu_columns` and `swiglu_backward_to_fp8` in one read of gate, up and grad_hidden; the same bits.
 
     Args: as there, and
-        formats: of the product; of the gradients.
-        scalings: of the product, of grad_gate and of grad_up: slots, of which the last two record, or "tensorwise" for
-            all.
+        formats: format of the product and that of the gradients.
+        scalings: those of the product, of grad_gate and of grad_up: slots, of which the last two record, or
+            "tensorwise" for all.
 
     Returns:
         (product transposed, `formats[0].dtype` [F, T]; its scale_inv; grad_gate; grad_up), the gradients without `hp`.

@@ -1,4 +1,4 @@
-"""The device code of SwiGLU's transposed plane, alone or beside the gradients: the arithmetic of `kernel`, the tiles of
+"""Device code of SwiGLU's transposed result, alone or beside the gradients: the arithmetic of `kernel`, the tiles of
 ops/_tiles.py."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -36,12 +36,12 @@ max.NaN.xorsign.abs.bf16x2 a, $3, $5;
 max.NaN.xorsign.abs.bf16x2 b, $7, $9;
 max.NaN.xorsign.abs.bf16x2 $1, a, b;
 }""")
-"""Signs of the results mean nothing."""
+"""Largest magnitudes; the signs of the results mean nothing."""
 
 
 @triton.jit
 def _scale(scale, scale_inv, amax, MODE: tl.constexpr, FP8_MAX: tl.constexpr):
-    """Given, or from the amax of all, whose inverse the first program stores."""
+    """Return the scale: given, or from the amax of all, whose inverse the first program stores."""
     if MODE == FROM_AMAX:
         factor, inverse = scale_from_amax(magnitude(tl.load(amax)), FP8_MAX)
         if tl.program_id(0) == 0:
@@ -53,7 +53,7 @@ def _scale(scale, scale_inv, amax, MODE: tl.constexpr, FP8_MAX: tl.constexpr):
 
 @triton.jit
 def _word(y0, y1, y2, y3, factor, FP8_MAX: tl.constexpr, PTX: tl.constexpr):
-    """Codes of four bf16 tensors times `factor`, as the bytes of one int32 each."""
+    """Encode four bf16 tensors times `factor` as the bytes of one int32 each."""
     IS_E4M3: tl.constexpr = FP8_MAX == _E4M3_MAX
     y0, y1 = to_float(y0, PTX) * factor, to_float(y1, PTX) * factor
     y2, y3 = to_float(y2, PTX) * factor, to_float(y3, PTX) * factor
@@ -62,7 +62,7 @@ def _word(y0, y1, y2, y3, factor, FP8_MAX: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def _largest(y0, y1, y2, y3, PTX: tl.constexpr):
-    """Bits of the amax of four bf16 tensors."""
+    """Return the bits of the amax of four bf16 tensors."""
     if PTX:
         args = [y0, y1, y2, y3]
         largest = tl.inline_asm_elementwise(_LARGEST, "=r,=r,r,r,r,r,r,r,r,r", args, tl.int16, is_pure=True, pack=4)
@@ -76,7 +76,7 @@ def _factor_rows(
     x, scale_inv, rows, cols, stride, scale_stride, mask, left, KEPT: tl.constexpr, EVEN: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """bf16 of one of a tile's four tensors. KEPT: of codes, a scale for each row; `left` of them exist."""
+    """Load bf16 of one of a tile's four tensors. KEPT: from codes, with a scale for each row; `left` rows exist."""
     value = load_rows(x, rows, cols, stride, mask, EVEN)
     if KEPT:
         at = scale_inv + rows * scale_stride
@@ -87,7 +87,7 @@ def _factor_rows(
 
 @triton.jit
 def _note(amax, scale_inv, largest, MODE: tl.constexpr, RECORD: tl.constexpr):
-    """The amax of a tile into that of all; with a given scale what is not finite spoils its inverse."""
+    """Take the amax of a tile into that of all; with a given scale, one that is not finite makes scale_inv NaN."""
     if MODE == AMAX or RECORD:
         record_amax(amax, largest)
     if MODE == GIVEN:
@@ -96,7 +96,7 @@ def _note(amax, scale_inv, largest, MODE: tl.constexpr, RECORD: tl.constexpr):
 
 @triton.jit
 def _product(gate, up, rows, cols, gate_stride, up_stride, mask, EVEN: tl.constexpr, PTX: tl.constexpr):
-    """bf16 of one of a tile's four tensors; `gate` and `up` point at the tile's corner."""
+    """Compute the product, bf16, of one of a tile's four tensors; `gate` and `up` point at the tile's corner."""
     g = load_rows(gate, rows, cols, gate_stride, mask, EVEN)
     return hidden(g, load_rows(up, rows, cols, up_stride, mask, EVEN), PTX)
 
@@ -105,9 +105,9 @@ def _product(gate, up, rows, cols, gate_stride, up_stride, mask, EVEN: tl.conste
 def _kept_rows(
     codes, scale_inv, NUMBER: tl.constexpr, rows, cols, stride, scale_stride, mask, left, EVEN: tl.constexpr
 ):  # fmt: skip
-    """The tile's tensor NUMBER of codes, and its rows' scales; `left` of the tile's rows exist.
+    """Load the tile's tensor NUMBER of codes, and its rows' scales; `left` of the tile's rows exist.
 
-    The number goes into the pointer, which all threads have alike: as a part of `rows` it is worked out by each.
+    NUMBER is added to the pointer, which is the same in all threads: in `rows` each thread would compute it.
     """
     at = scale_inv + NUMBER * scale_stride + rows * scale_stride
     inverse = tl.load(at) if EVEN else tl.load(at, rows + NUMBER < left, 0.0)
@@ -116,7 +116,7 @@ def _kept_rows(
 
 @triton.jit
 def _product_of_kept(gate, gate_inverse, up, up_inverse, PTX: tl.constexpr):
-    """bf16 of one of a tile's four tensors of codes, with a scale for each row."""
+    """Compute the product, bf16, of one of a tile's four tensors of codes, with a scale for each row."""
     g = to_bf16(decode(gate, True, PTX) * gate_inverse[:, None], PTX)
     u = to_bf16(decode(up, True, PTX) * up_inverse[:, None], PTX)
     return hidden(g, u, PTX)
@@ -129,8 +129,8 @@ def swiglu_columns_kernel(
     MODE: tl.constexpr, KEPT: tl.constexpr, FP8_MAX: tl.constexpr, QUARTER: tl.constexpr,
     EVEN: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The transposed plane of `silu(gate) * up`, and no other. MODE GIVEN: a product that is not finite spoils
-    scale_inv; nothing is recorded. KEPT: gate and up are codes, their scales `gate_kept` and `up_kept`."""
+    """Compute only the transpose of `silu(gate) * up`. MODE GIVEN: a product that is not finite makes scale_inv NaN;
+    nothing is recorded. KEPT: gate and up are codes, their scales `gate_kept` and `up_kept`."""
     first_row, first_col = tile_corner(num_cols, QUARTER)
     rows, cols, mask0, mask1, mask2, mask3 = tile_masks(first_row, first_col, num_rows, num_cols, QUARTER)
     row = first_row.to(tl.int64)
@@ -178,8 +178,8 @@ def _quarter_of_all(
     MODE: tl.constexpr, KEPT: tl.constexpr, GRAD_MAX: tl.constexpr, EVEN: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """bf16 of the product in one of a tile's four tensors (KEPT: in the first pass of tensorwise), with the largest
-    gradients so far; theirs are stored."""
+    """Compute the product, bf16, in one of a tile's four tensors (KEPT: in the first pass of tensorwise), with the
+    largest gradients so far; the gradients are stored."""
     g = _factor_rows(gate, gate_kept, rows, cols, gate_stride, kept_stride, mask, left, KEPT, EVEN, PTX)
     u = _factor_rows(up, up_kept, rows, cols, up_stride, kept_stride, mask, left, KEPT, EVEN, PTX)
     grad = load_rows(grad_hidden, rows, cols, grad_stride, mask, EVEN)
@@ -207,9 +207,9 @@ def swiglu_backward_and_columns_kernel(
     FP8_MAX: tl.constexpr, GRAD_MAX: tl.constexpr, QUARTER: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the gradients of gate and up and, unless KEPT, the transposed plane of the product, in one read.
+    """Compute rows of the gradients of gate and up and, unless KEPT, the product's transpose, in one read.
 
-    MEASURES: the amax of the product, too, is found in the first pass of tensorwise, KEPT or not. KEPT: as above.
+    MEASURES: the first pass of tensorwise also finds the amax of the product, KEPT or not. KEPT: as above.
     """
     first_row, first_col = tile_corner(num_cols, QUARTER)
     rows, cols, mask0, mask1, mask2, mask3 = tile_masks(first_row, first_col, num_rows, num_cols, QUARTER)

@@ -1,4 +1,4 @@
-"""The device code of `swiglu.triton`; the formulas of `reference`, nothing fused; exp and quotients are approximate."""
+"""Device code of `swiglu.triton`; the formulas of `reference`, nothing fused; exp and quotients are approximate."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fp8_ds.ops._producer_device import (
 )
 
 BF16 = tl.constexpr(4)
-"""Mode of the backward kernel beside those of the producers: no FP8."""
+"""Mode of the backward kernel without FP8, beside those of the producers."""
 
 _SIGMOID = tl.constexpr("""{
 .reg .f32 a;
@@ -33,7 +33,7 @@ rcp.approx.ftz.f32 $0, a;
 
 @triton.jit
 def _place(num_cols, BLOCK: tl.constexpr, MODE: tl.constexpr):
-    """(row, first column) of this program; rowwise, one program has a whole row."""
+    """Return (row, first column) of this program; rowwise, one program has a whole row."""
     program = tl.program_id(0).to(tl.int64)
     if MODE == FROM_AMAX:
         # Backwards: what the first pass read last is still in the L2 cache.
@@ -48,7 +48,7 @@ def _place(num_cols, BLOCK: tl.constexpr, MODE: tl.constexpr):
 
 @triton.jit
 def sigmoid(x, PTX: tl.constexpr):
-    """`1 / (1 + exp(-x))`, within 2**-17 of it for |x| < 87; of what is below 2**-126, zero."""
+    """Compute `1 / (1 + exp(-x))`, within 2**-17 of it for |x| < 87; zero where it is below 2**-126."""
     if PTX:
         y = tl.inline_asm_elementwise(_SIGMOID, "=f,f", [x], tl.float32, is_pure=True, pack=1)
     else:
@@ -58,21 +58,21 @@ def sigmoid(x, PTX: tl.constexpr):
 
 @triton.jit
 def hidden(gate, up, PTX: tl.constexpr):
-    """`reference.hidden`."""
+    """Compute `reference.hidden`."""
     wide = to_float(gate, PTX)
     return times(to_bf16(wide * sigmoid(wide, PTX), PTX), up, PTX)
 
 
 @triton.jit
 def _hidden(gate, up, cols, num_cols, PTX: tl.constexpr):
-    """Of one row's columns."""
+    """Compute `hidden` for columns of one row."""
     mask = cols < num_cols
     return hidden(tl.load(gate + cols, mask, 0.0), tl.load(up + cols, mask, 0.0), PTX)
 
 
 @triton.jit
 def gradients(grad_hidden, gate, up, PTX: tl.constexpr):
-    """`reference.gradients` of bf16 values."""
+    """Compute `reference.gradients` of bf16 values."""
     grad = to_float(grad_hidden, PTX)
     wide = to_float(gate, PTX)
     s = sigmoid(wide, PTX)
@@ -99,7 +99,7 @@ def _store(x_fp8, hp, cols, num_cols, y, factor, HAS_HP: tl.constexpr, FP8_MAX: 
 
 @triton.jit
 def _factor(scale, scale_inv, amax, largest, MODE: tl.constexpr, RECORD: tl.constexpr, FP8_MAX: tl.constexpr):
-    """The scale, where it covers more than this program has: given, or from the amax of all. `largest` is recorded."""
+    """Return a scale that covers more than this program: given, or from the amax of all. `largest` is recorded."""
     factor = 1.0
     if MODE == FROM_AMAX:
         factor, inverse = scale_from_amax(magnitude(tl.load(amax)), FP8_MAX)
@@ -135,7 +135,7 @@ def swiglu_kernel(
     BLOCK: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """One program for BLOCK columns of a row; rowwise for a whole one: in registers if it FITS, else read twice."""
+    """Compute BLOCK columns of a row; rowwise, a whole row: in registers if it FITS, else read twice."""
     row, first = _place(num_cols, BLOCK, MODE)
     gate += row * gate_stride
     up += row * up_stride
@@ -198,7 +198,7 @@ def swiglu_backward_kernel(
     BLOCK: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """As `swiglu_kernel`, for two outputs, and not rowwise."""
+    """Compute the gradients as `swiglu_kernel` does the product, but not rowwise."""
     row, first = _place(num_cols, BLOCK, MODE)
     grad_hidden += row * grad_hidden_stride
     gate += row * gate_stride

@@ -21,7 +21,7 @@ def _sigmoid(x: Tensor) -> Tensor:
 
 
 def hidden(gate: Tensor, up: Tensor) -> Tensor:
-    """bf16 [T, F]: `silu(gate) * up`, rounded before the product and after it."""
+    """Compute `silu(gate) * up`, bf16 [T, F], rounded before the product and after it."""
     wide = gate.float()
     return (_round(wide * _sigmoid(wide)) * up.float()).bfloat16()
 
@@ -37,7 +37,7 @@ def swiglu(
     fp8_max: float,
     with_hp: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(x_fp8, scale_inv, hp, amax); hp has no elements unless `with_hp`, amax none unless the mode is tensorwise."""
+    """Return (x_fp8, scale_inv, hp, amax); hp is empty unless `with_hp`, amax unless the mode is tensorwise."""
     hp = hidden(gate, up)
     amax = empty_amax(mode, hp)
     if mode == "tensorwise":
@@ -47,7 +47,7 @@ def swiglu(
 
 
 def _factors(gate: Tensor, up: Tensor, gate_kept: Tensor | None, up_kept: Tensor | None) -> tuple[Tensor, Tensor]:
-    """bf16 [T, F] of gate and of up; with scales they are codes."""
+    """Return gate and up, bf16 [T, F]; with scales they are codes."""
     if gate_kept is None or up_kept is None:
         return gate, up
     return dequantize_groupwise(gate, gate_kept), dequantize_groupwise(up, up_kept)
@@ -65,14 +65,14 @@ def swiglu_columns(
     dtype: torch.dtype,
     fp8_max: float,
 ) -> tuple[Tensor, Tensor]:
-    """(x_fp8 transposed, scale_inv); nothing is recorded, and `amax` is measured again."""
+    """Return (x_fp8 transposed, scale_inv); nothing is recorded, and `amax` is measured again."""
     factors = _factors(gate, up, gate_kept, up_kept)
     x_fp8, found, *_ = swiglu(*factors, mode, scale, scale_inv, None, dtype, fp8_max, False)
     return transpose(x_fp8), found
 
 
 def gradients(grad_hidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """(grad_gate, grad_up), bf16 [T, F], rounded where autograd of the bf16 module rounds."""
+    """Return (grad_gate, grad_up), bf16 [T, F], rounded where autograd of the bf16 module rounds."""
     grad, wide = grad_hidden.float(), gate.float()
     sigmoid = _sigmoid(wide)
     grad_up = grad * _round(wide * sigmoid)
@@ -82,7 +82,7 @@ def gradients(grad_hidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Te
 
 
 def empty_gradients(gate: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
-    """bf16 of unknown content: two of the shape of `gate`, or, if `packed`, [T, 2F] and one of no elements."""
+    """Allocate bf16: two of the shape of `gate`, or, if `packed`, [T, 2F] and one without elements."""
     num_rows, num_cols = gate.shape
     shapes = [(num_rows, 2 * num_cols), (0,)] if packed else [(num_rows, num_cols)] * 2
     first, second = (torch.empty(shape, dtype=torch.bfloat16, device=gate.device) for shape in shapes)
@@ -90,7 +90,7 @@ def empty_gradients(gate: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
 
 
 def swiglu_backward(grad_hidden: Tensor, gate: Tensor, up: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
-    """(grad_gate, grad_up), or ([T, 2F], no elements) if `packed`."""
+    """Return (grad_gate, grad_up), or ([T, 2F], no elements) if `packed`."""
     grad_gate, grad_up = gradients(grad_hidden, gate, up)
     return (torch.cat([grad_gate, grad_up], dim=1), grad_up.new_empty(0)) if packed else (grad_gate, grad_up)
 
@@ -110,7 +110,7 @@ def swiglu_backward_to_fp8(
     fp8_max: float,
     with_hp: bool,
 ) -> SixTensors:
-    """x_fp8, scale_inv and hp (of no elements unless `with_hp`) of grad_gate, then of grad_up."""
+    """Return x_fp8, scale_inv and hp (without elements unless `with_hp`) of grad_gate, then of grad_up."""
     grad_gate, grad_up = gradients(grad_hidden, gate, up)
     of_gate = quantize_by(grad_gate, mode, SlotTensors(gate_scale, gate_scale_inv, gate_amax), dtype, fp8_max)
     of_up = quantize_by(grad_up, mode, SlotTensors(up_scale, up_scale_inv, up_amax), dtype, fp8_max)
@@ -139,10 +139,10 @@ def swiglu_backward_and_columns(
     grad_dtype: torch.dtype,
     grad_max: float,
 ) -> SixTensors:
-    """Of the product (x_fp8 transposed, scale_inv), of grad_gate and of grad_up (x_fp8, scale_inv).
+    """Return (x_fp8 transposed, scale_inv) of the product, then (x_fp8, scale_inv) of grad_gate and of grad_up.
 
-    With `gate_kept` no columns: `swiglu_columns` reads codes by itself. Tensorwise the amax of the product is in the
-    place of their scale_inv.
+    With `gate_kept` there are no columns, because `swiglu_columns` reads codes by itself. Tensorwise, the amax of the
+    product then takes the place of their scale_inv.
     """
     gate, up = _factors(gate, up, gate_kept, up_kept)
     if gate_kept is None:

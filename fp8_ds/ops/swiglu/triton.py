@@ -17,14 +17,14 @@ from fp8_ds.ops.transpose.triton import runs_ptx
 
 _MODES = {"given": [device.GIVEN], "rowwise": [device.ROWWISE], "tensorwise": [device.AMAX, device.FROM_AMAX]}
 _BLOCK = 2048
-"""Columns of a program that needs no whole row."""
+"""Columns of a program, where it needs no whole row."""
 
 _MAX_ROW, _LONG_ROW_BLOCK = 16384, 8192
-"""A row of up to so many columns stays in registers; a longer one is taken in blocks, twice (again from L2)."""
+"""Longest row that stays in registers; a longer one is taken in blocks of the second size, twice (again from L2)."""
 
 _COLUMNS_QUARTER, _COLUMNS_WARPS = 16, 8
-"""Of a program that writes columns: a quarter of its rows (ops/_tiles.py), and its warps. Both planes of the gradients
-from one read were no faster on an H200 than rows and a transpose (measured on 2026-11-23)."""
+"""Launch of a program that writes columns: a quarter of its rows (ops/_tiles.py), and its warps. Both layouts of the
+gradients from one read were no faster on an H200 than rows and a transpose (measured on 2026-11-23)."""
 _KEPT_QUARTER, _KEPT_WARPS = 8, 4
 """The same where gate and up are kept in FP8 (benchmarks/results/2026-11-26-kernels-trial.md)."""
 _BOTH_QUARTER, _BOTH_WARPS = 8, 4
@@ -33,9 +33,9 @@ columns alone (benchmarks/results/2026-11-23-kernels-tune-beside.json)."""
 
 
 def _cut(mode: str, num_cols: int, with_hp: bool) -> dict[str, int]:
-    """How the forward cuts the columns: programs of BLOCK columns (FITS: that is all they have to see), their warps.
+    """Choose how programs share the columns in forward: BLOCK columns each (FITS: no more are needed), and their warps.
 
-    Rowwise so many registers a thread that a multiprocessor has three programs of a row of 16384, of which one loads
+    Rowwise, the limit of registers a thread gives a multiprocessor three programs of a row of 16384, of which one loads
     while another computes.
     """
     if mode != "rowwise":
@@ -47,7 +47,7 @@ def _cut(mode: str, num_cols: int, with_hp: bool) -> dict[str, int]:
 
 
 def _scales(mode: str, slot: SlotTensors, scale_inv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(scale, scale_inv, amax) for a kernel: of the slot, or empty ones that it fills."""
+    """Return (scale, scale_inv, amax) for a kernel: those of the slot, or empty ones that it fills."""
     if mode == "given":
         assert slot.scale is not None and slot.scale_inv is not None
         amax = slot.scale_inv if slot.amax_local is None else slot.amax_local  # None: nothing is recorded
@@ -67,7 +67,7 @@ def swiglu(
     fp8_max: float,
     with_hp: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `reference.swiglu`, within the bounds that the package states."""
+    """Triton version of `reference.swiglu`, within the bounds that the package states."""
     x_fp8, found, hp = empty_output(gate, mode, dtype, with_hp)
     scales, record = _scales(mode, SlotTensors(scale, scale_inv, amax_local), found), amax_local is not None
     _product(mode, _MODES[mode], gate, up, x_fp8.view(torch.uint8), hp, scales, record, fp8_max, with_hp)
@@ -77,7 +77,7 @@ def swiglu(
 def _read_kept(
     gate: Tensor, up: Tensor, gate_kept: Tensor | None, up_kept: Tensor | None, unread: Tensor
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """How a kernel of tiles is given gate and up, in bf16 or as codes: (tensors, strides)."""
+    """Return (tensors, strides) by which a kernel of tiles reads gate and up, in bf16 or as codes."""
     if gate_kept is None or up_kept is None:
         return (gate, up, unread, unread), (gate.stride(0), up.stride(0), 0, 0)
     tensors = gate.view(torch.uint8), up.view(torch.uint8), gate_kept, up_kept
@@ -96,7 +96,7 @@ def swiglu_columns(
     dtype: torch.dtype,
     fp8_max: float,
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.swiglu_columns`; tensorwise, a pass finds the amax if it is not known."""
+    """Triton version of `reference.swiglu_columns`; tensorwise, a pass finds the amax if it is not known."""
     num_rows, num_cols = gate.shape
     columns = torch.empty((num_cols, num_rows), dtype=dtype, device=gate.device)
     passes, is_kept = _MODES[mode], gate_kept is not None
@@ -154,7 +154,7 @@ def swiglu_backward_and_columns(
     grad_dtype: torch.dtype,
     grad_max: float,
 ) -> SixTensors:
-    """As `reference.swiglu_backward_and_columns`."""
+    """Triton version of `reference.swiglu_backward_and_columns`."""
     num_rows, num_cols = gate.shape
     is_kept = gate_kept is not None
     columns = torch.empty((0 if is_kept else num_cols, num_rows), dtype=dtype, device=gate.device)
@@ -210,7 +210,7 @@ def _product(
     fp8_max: float,
     with_hp: bool,
 ) -> None:
-    """Fills `x_fp8` and `hp`, and what is in `scales`."""
+    """Fill `x_fp8`, `hp` and the tensors in `scales`."""
     num_rows, num_cols = gate.shape
     for kernel_mode in kernel_modes:
         launch(
@@ -235,7 +235,7 @@ def _product(
 
 
 def swiglu_backward(grad_hidden: Tensor, gate: Tensor, up: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
-    """As `reference.swiglu_backward`, within the bounds that the package states."""
+    """Triton version of `reference.swiglu_backward`, within the bounds that the package states."""
     grads = empty_gradients(gate, packed)
     hps = (grads[0], grads[0][:, gate.shape[1] :]) if packed else grads
     unused = (torch.empty(0, dtype=torch.float32, device=gate.device),) * 3
@@ -258,7 +258,7 @@ def swiglu_backward_to_fp8(
     fp8_max: float,
     with_hp: bool,
 ) -> SixTensors:
-    """As `reference.swiglu_backward_to_fp8`."""
+    """Triton version of `reference.swiglu_backward_to_fp8`."""
     gate_fp8, gate_found, gate_hp = empty_output(gate, mode, dtype, with_hp)
     up_fp8, up_found, up_hp = empty_output(gate, mode, dtype, with_hp)
     of_gate = _scales(mode, SlotTensors(gate_scale, gate_scale_inv, gate_amax), gate_found)
@@ -280,7 +280,7 @@ def _backward(
     fp8_max: float,
     with_hp: bool,
 ) -> None:
-    """Fills `fp8s` and `hps`, and what is in the scales."""
+    """Fill `fp8s`, `hps` and the tensors of the scales."""
     num_rows, num_cols = gate.shape
     for kernel_mode in kernel_modes:
         launch(

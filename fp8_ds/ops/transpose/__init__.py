@@ -1,4 +1,4 @@
-"""The transpose of one-byte matrices: Hopper's FP8 GEMM takes operands only with the contracted dim last."""
+"""Transpose of one-byte matrices: Hopper's FP8 GEMM takes operands only with the contracted dim last."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _transpose = register_pair("transpose(Tensor x) -> Tensor", reference, lambda x:
 
 
 def transpose(x: Tensor) -> Tensor:
-    """`x.mT`, contiguous, bit for bit: NaNs keep their payloads.
+    """Return a contiguous `x.mT`, bit for bit: NaNs keep their payloads.
 
     Args:
         x: any dtype of one byte, [R, C] or matrices [E, R, C], contiguous. Sides that are multiples of 16 are moved 16
             bytes at a time.
 
     Returns:
-        the dtype of `x`, [C, R] or [E, C, R], contiguous, memory of its own.
+        Tensor of the dtype of `x`, [C, R] or [E, C, R], contiguous, in memory of its own.
 
     Raises:
         ValueError: dtype, number of dims or layout other than these.

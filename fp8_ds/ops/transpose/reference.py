@@ -1,4 +1,4 @@
-"""The transpose in plain torch."""
+"""Reference of the transpose in plain torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from torch import Tensor
 
 
 def transpose(x: Tensor) -> Tensor:
-    """Always a copy: that of one row is contiguous already, and an op's result shares no memory with its input."""
+    """Copy the transpose, even of one row, which is contiguous already: an op's result is never its input."""
     # As integers: a copy moves bytes, whatever floats they are.
     return x.view(torch.uint8).mT.clone(memory_format=torch.contiguous_format).view(x.dtype)

@@ -1,4 +1,4 @@
-"""The transpose through registers: a thread turns a block of 16 x 16 bytes, by 4 x 4, and shares no memory.
+"""Transpose through registers: a thread turns a block of 16 x 16 bytes, by 4 x 4, without shared memory.
 
 Bytes are moved as int32 words of four, never as float8 tensors: Triton 3.7.1 corrupts transposes of those.
 `quantize/kernel.py` builds its transposed planes from the same functions.
@@ -27,7 +27,7 @@ prmt.b32 $1, a, b, 0x7632;
 prmt.b32 $2, c, d, 0x5410;
 prmt.b32 $3, c, d, 0x7632;
 }"""
-"""Four words, the rows of a block of 4 x 4 bytes, to its columns."""
+"""PTX that turns four words, the rows of a block of 4 x 4 bytes, into its columns."""
 
 STORE_16_BYTES = """{
 .reg .pred inside;
@@ -35,8 +35,8 @@ setp.ne.b32 inside, $6, 0;
 @inside st.global.v4.b32 [$1], {$2, $3, $4, $5};
 mov.b32 $0, 0;
 }"""
-"""Four words that one thread holds in four tensors. `tl.store` takes one tensor: joining them and storing the result
-would pass everything through shared memory."""
+"""PTX that stores four words of one thread from four tensors. `tl.store` takes one tensor: joining them and storing the
+result would pass everything through shared memory."""
 
 _TRANSPOSE_WORDS = tl.constexpr(TRANSPOSE_WORDS)
 _STORE_16_BYTES = tl.constexpr(STORE_16_BYTES)
@@ -44,13 +44,13 @@ _STORE_16_BYTES = tl.constexpr(STORE_16_BYTES)
 
 @triton.jit
 def word_pointer(pointer):
-    """A pointer (or a tensor of them) to bytes as one to int32."""
+    """Cast a pointer (or a tensor of them) to bytes to one to int32."""
     return pointer.to(tl.pointer_type(tl.int32), bitcast=True)
 
 
 @triton.jit
 def load_word(x, word, num, VECTOR: tl.constexpr):
-    """Bytes `4 * word` to `4 * word + 3` behind `x`, 0 from byte `num` on. VECTOR: both are multiples of 16."""
+    """Load bytes `4 * word` to `4 * word + 3` behind `x`, 0 from byte `num` on. VECTOR: both are multiples of 16."""
     if VECTOR:
         # Written so that Triton sees one mask for four neighbours; `word * 4 < num` makes it load word by word.
         return tl.load(word_pointer(x) + word, word // 4 * 16 < num, 0)
@@ -62,7 +62,7 @@ def load_word(x, word, num, VECTOR: tl.constexpr):
 
 @triton.jit
 def store_word(out, word, value, num, VECTOR: tl.constexpr):
-    """The reverse of `load_word`."""
+    """Store a word, the reverse of `load_word`."""
     if VECTOR:
         tl.store(word_pointer(out) + word, value, word // 4 * 16 < num)
     else:
@@ -72,7 +72,7 @@ def store_word(out, word, value, num, VECTOR: tl.constexpr):
 
 @triton.jit
 def store_words(out, vec, a, b, c, d, num, VECTOR: tl.constexpr, PTX: tl.constexpr):
-    """Bytes `16 * vec` to `16 * vec + 15` behind `out`, up to byte `num`. VECTOR: both are multiples of 16."""
+    """Store bytes `16 * vec` to `16 * vec + 15` behind `out`, up to byte `num`. VECTOR: both are multiples of 16."""
     if VECTOR and PTX:
         address = (out + vec * 16).to(tl.int64)
         inside = (vec * 16 < num).to(tl.int32)
@@ -88,7 +88,7 @@ def store_words(out, vec, a, b, c, d, num, VECTOR: tl.constexpr, PTX: tl.constex
 
 @triton.jit
 def transpose_words(a, b, c, d, PTX: tl.constexpr):
-    """Words of four bytes, rows of a 4 x 4 block: its columns."""
+    """Turn words of four bytes, the rows of a 4 x 4 block, into its columns."""
     if PTX:
         a, b, c, d = tl.inline_asm_elementwise(
             _TRANSPOSE_WORDS,
@@ -116,7 +116,7 @@ def store_columns(
     out_t, first_row, first_col, a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3, num_rows, num_cols,
     VECTOR: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The tile that begins at a row and a column of the source, into [num_cols, num_rows] bytes.
+    """Store the tile that begins at a row and a column of the source, into [num_cols, num_rows] bytes.
 
     Args:
         a0: int32 [vectors, words]: rows 0 to 3 of each 16, column 0 of each 4; a1 to a3: columns 1 to 3 of them; b0 to
@@ -137,7 +137,7 @@ def store_columns(
 
 @triton.jit
 def four_rows(x, row, first_col, num_rows, num_cols, WORDS: tl.constexpr, VECTOR: tl.constexpr, PTX: tl.constexpr):
-    """Rows `row` to `row + 3`, transposed by 4 x 4."""
+    """Load rows `row` to `row + 3`, transposed by 4 x 4."""
     word = tl.arange(0, WORDS)[None, :]
     left = num_cols - first_col
     at = x + first_col + row.to(tl.int64) * num_cols
@@ -153,8 +153,8 @@ def transpose_kernel(
     x, out_t, num_rows, num_cols,
     VECTORS: tl.constexpr, WORDS: tl.constexpr, VECTOR_IN: tl.constexpr, VECTOR_OUT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """uint8 matrices [num_rows, num_cols], one behind the other, to [num_cols, num_rows]; a program for 16 * VECTORS
-    rows and 4 * WORDS columns of one."""
+    """Transpose uint8 matrices [num_rows, num_cols], one after another in memory, to [num_cols, num_rows]; a program
+    for 16 * VECTORS rows and 4 * WORDS columns of one."""
     tiles_per_row = tl.cdiv(num_cols, WORDS * 4)
     tiles = tl.cdiv(num_rows, VECTORS * 16) * tiles_per_row
     offset = (tl.program_id(0) // tiles).to(tl.int64) * num_rows * num_cols
@@ -175,7 +175,7 @@ def transpose_kernel(
 
 
 VECTORS, WORDS, NUM_WARPS = 4, 32, 1
-"""Of a program: 64 rows, 128 columns. One warp reads 128 bytes of each row and writes 64 of each column."""
+"""Tile of a program: 64 rows, 128 columns. One warp reads 128 bytes of each row and writes 64 of each column."""
 
 
 def runs_ptx(x: Tensor) -> bool:
@@ -184,7 +184,7 @@ def runs_ptx(x: Tensor) -> bool:
 
 
 def transpose(x: Tensor) -> Tensor:
-    """As `reference.transpose`, of some elements; on CPU only under Triton's interpreter."""
+    """Triton version of `reference.transpose`, for at least one element; on CPU only under Triton's interpreter."""
     *batch, num_rows, num_cols = x.shape
     out_t = torch.empty((*batch, num_cols, num_rows), dtype=x.dtype, device=x.device)
     num_programs = math.prod(batch) * ceil_div(num_rows, VECTORS * 16) * ceil_div(num_cols, WORDS * 4)

@@ -1,4 +1,4 @@
-"""What a token's experts give, weighted and added up, each row read once: eager gathers, multiplies and sums.
+"""Weighted sum of a token's expert outputs, each row read once, where eager code gathers, multiplies and sums.
 
 Shape suffixes: T tokens, k rows of each, P = T k rows, C features. `place[t k + j]` is the row of token t's j-th
 expert, and every row is some token's.
@@ -7,7 +7,7 @@ expert, and every row is some token's.
     grad_rows[place]   = weights[t, j] grad[t]
     grad_weights[t, j] = sum_C grad[t] rows[place]
 
-All in float32, rounded once.
+All is computed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def _check(rows: Tensor, place: Tensor, weights: Tensor) -> None:
 
 
 def weighted_sum(rows: Tensor, place: Tensor, weights: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Of each token the sum of its rows times their weights.
+    """Sum each token's rows times their weights.
 
     Args:
         rows: bf16, fp16 or fp32, [P, C], contiguous.
         place: int64 [P], a permutation, on the same device.
         weights: bf16, fp16 or fp32, [T, k], contiguous.
-        out_dtype: of the result.
+        out_dtype: dtype of the result.
 
     Returns:
         `out_dtype` [T, C], contiguous.
@@ -65,10 +65,10 @@ def weighted_sum(rows: Tensor, place: Tensor, weights: Tensor, out_dtype: torch.
 
 
 def weighted_sum_backward(grad: Tensor, rows: Tensor, place: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of `weighted_sum`: (of rows, of weights), in their dtypes and shapes.
+    """Compute the gradients of `weighted_sum`: (of rows, of weights), in their dtypes and shapes.
 
     Args:
-        grad: [T, C], contiguous; the others as there.
+        grad: [T, C], contiguous; the others are as in `weighted_sum`.
 
     Raises:
         ValueError: shapes or layout other than these.

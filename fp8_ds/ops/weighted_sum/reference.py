@@ -1,4 +1,4 @@
-"""The sums and their gradients in plain torch, one choice of all tokens after another."""
+"""Reference of the sums and their gradients in plain torch, one choice of all tokens after another."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def weighted_sum(rows: Tensor, place: Tensor, weights: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """[T, C]."""
+    """Return [T, C]."""
     output = torch.zeros(weights.shape[0], rows.shape[1], dtype=torch.float32, device=rows.device)
     for j, own in enumerate(place.view(weights.shape).unbind(1)):
         output += weights[:, j, None].to(torch.float32) * rows[own].to(torch.float32)
@@ -15,7 +15,7 @@ def weighted_sum(rows: Tensor, place: Tensor, weights: Tensor, out_dtype: torch.
 
 
 def weighted_sum_backward(grad: Tensor, rows: Tensor, place: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """([P, C], [T, k])."""
+    """Return ([P, C], [T, k])."""
     grad = grad.to(torch.float32)
     grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
     for j, own in enumerate(place.view(weights.shape).unbind(1)):

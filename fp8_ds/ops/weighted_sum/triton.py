@@ -1,4 +1,4 @@
-"""A program for each token, which holds one of its rows, or its gradient, in registers."""
+"""Triton kernels with a program for each token, which holds one of its rows, or its gradient, in registers."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor
 from fp8_ds.ops._launch import launch
 
 _ELEMENTS_A_WARP = 512
-"""Two loads of 16 bytes a thread, of bf16."""
+"""Elements a warp takes: two loads of 16 bytes a thread, of bf16."""
 
 
 @triton.jit
 def weighted_sum_kernel(rows, place, weights, out, num_cols, NUM: tl.constexpr, BLOCK: tl.constexpr):
-    """NUM: rows of a token. BLOCK: a power of two, at least `num_cols`."""
+    """Sum the rows of one token. NUM: its number of rows. BLOCK: a power of two, at least `num_cols`."""
     token = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     inside = col < num_cols
@@ -34,7 +34,7 @@ def weighted_sum_kernel(rows, place, weights, out, num_cols, NUM: tl.constexpr, 
 def weighted_sum_backward_kernel(
     grad, rows, place, weights, grad_rows, grad_weights, num_cols, NUM: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """As `weighted_sum_kernel`."""
+    """Compute one token's gradients; NUM and BLOCK are as in `weighted_sum_kernel`."""
     token = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     inside = col < num_cols
@@ -48,7 +48,7 @@ def weighted_sum_backward_kernel(
 
 
 def weighted_sum(rows: Tensor, place: Tensor, weights: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """As `reference.weighted_sum`, of some rows; on CPU only under Triton's interpreter."""
+    """Triton version of `reference.weighted_sum`, for at least one row; on CPU only under Triton's interpreter."""
     (num_tokens, num_choices), num_cols = weights.shape, rows.shape[1]
     out = torch.empty(num_tokens, num_cols, dtype=out_dtype, device=rows.device)
     options = _options(num_choices, num_cols)
@@ -57,7 +57,7 @@ def weighted_sum(rows: Tensor, place: Tensor, weights: Tensor, out_dtype: torch.
 
 
 def weighted_sum_backward(grad: Tensor, rows: Tensor, place: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """As `reference.weighted_sum_backward`, but for the order of sums over features; of some rows."""
+    """Triton version of `reference.weighted_sum_backward`, for at least one row; sums over features differ in order."""
     (num_tokens, num_choices), num_cols = weights.shape, rows.shape[1]
     grads = torch.empty_like(rows), torch.empty_like(weights)
     options = _options(num_choices, num_cols)
