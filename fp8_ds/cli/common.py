@@ -1,4 +1,4 @@
-"""What the commands share: the `--json` option, exit codes, errors as text or as JSON, the configuration file."""
+"""Shared parts of the commands: the `--json` option, exit codes, errors as text or as JSON, the configuration file."""
 
 from __future__ import annotations
 
@@ -85,11 +85,11 @@ class Commands(TyperGroup):
 
 @contextmanager
 def failures(as_json: bool) -> Iterator[None]:
-    """Errors end the command with their code, and say why; those of the user's own model, and those that nobody
-    foresaw, with their traceback, too.
+    """End the command on an error with its code, and say why; for errors of the user's own model, and those that nobody
+    foresaw, with the traceback, too.
 
     Raises:
-        typer.Exit: in their place.
+        typer.Exit: in place of an error.
     """
     from fp8_ds.errors import Fp8DsError, ModelError
 
@@ -112,12 +112,12 @@ def failures(as_json: bool) -> Iterator[None]:
 
 
 class _ArgumentFileError(OSError):
-    """A file error as it is told."""
+    """A file error whose message is complete."""
 
 
 @contextmanager
 def argument(name: str, remedy: str = "Name another.") -> Iterator[None]:
-    """Within `failures`: the message of a file error begins with the argument that named the file."""
+    """Within `failures`, begin the message of a file error with the argument that named the file."""
     try:
         yield
     except _ArgumentFileError:
@@ -142,7 +142,7 @@ def _failed(message: str, code: int, as_json: bool) -> typer.Exit:
 
 
 def refuse_attention(model: nn.Module, attention: AttentionConfig) -> None:
-    """Raises: UnsupportedError: the model does not take "attention.backend", on whatever machine it will run."""
+    """Raise UnsupportedError if the model does not take "attention.backend", on whatever machine it will run."""
     if attention.backend is None:
         return
     from fp8_ds.attention.huggingface import refuse_attention_of
@@ -151,10 +151,10 @@ def refuse_attention(model: nn.Module, attention: AttentionConfig) -> None:
 
 
 def read_parsed_config(path: Path) -> dict[str, Any]:
-    """The configuration that --config names, filled in as Trainer does, which DeepSpeed's own parser takes.
+    """Read the configuration that --config names, filled in as Trainer does, and check it by DeepSpeed's own parser.
 
     Raises:
-        ConfigError: it does not; batch sizes are not looked at. Or as `read_config` does.
+        ConfigError: DeepSpeed refuses it; batch sizes are not looked at. Or as `read_config` does.
         OSError: it cannot be read.
     """
     from fp8_ds.config.ds_config import BATCH_SIZES, filled_in, parsed
@@ -171,7 +171,7 @@ def read_parsed_config(path: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The DeepSpeed configuration that --config names.
+    """Read the DeepSpeed configuration that --config names.
 
     Raises:
         ConfigError: it is no JSON object, or no UTF-8.
@@ -201,7 +201,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """As DeepSpeed reads its file, which stops at a key that is there twice."""
+    """Return the pairs as a dict; raise ValueError, as DeepSpeed does, if a key is there twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1)
@@ -210,19 +210,19 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def show(value: Any) -> None:
-    """One JSON object."""
+    """Print one JSON object."""
     typer.echo(json.dumps(value))
 
 
 def console() -> Console:
-    """Where text goes; as wide as needed where it is no terminal."""
+    """Return the console for text; as wide as needed where it is no terminal."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else _WIDTH)
 
 
 Unit = tuple[str, float]
-"""Its name, and how many of the thing it is."""
+"""Name of a unit, and how many of the thing it is."""
 
 BINARY: Sequence[Unit] = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 DECIMAL: Sequence[Unit] = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
@@ -230,17 +230,17 @@ _SHORT = 0.1
 
 
 def fitting_unit(units: Sequence[Unit], number: float) -> Unit:
-    """The first of `units` of which there is a tenth, so that two decimals say something; else the last."""
+    """Return the first of `units` of which there is a tenth, so that two decimals say something; else the last."""
     return next((unit for unit in units if number >= _SHORT * unit[1]), units[-1])
 
 
 def in_units(units: Sequence[Unit], num_bytes: float) -> str:
-    """Bytes in the unit that fits."""
+    """Return a text of bytes in the unit that fits."""
     name, size = fitting_unit(units, num_bytes)
     return f"{num_bytes / size:.2f} {name}"
 
 
 def num_parameters(number: int) -> str:
-    """As `8.03 B parameters`, `12.4 M parameters`; in full below 0.1 M."""
+    """Return a text such as `8.03 B parameters` or `12.4 M parameters`; in full below 0.1 M."""
     name, size = fitting_unit((("B ", 1e9), ("M ", 1e6), ("", 1)), number)
     return f"{number / size:.3g} {name}parameters" if name else f"{number:,} parameters"

@@ -13,7 +13,7 @@ from fp8_ds.cli.common import DECIMAL, JsonOption, argument, failures, in_units,
 
 
 class Target(str, Enum):
-    """What can be asked for; "deepspeed" is refused with what to do instead."""
+    """Forms to convert to; "deepspeed" is refused with what to do instead."""
 
     safetensors = "safetensors"
     universal = "universal"

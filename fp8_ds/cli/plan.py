@@ -126,7 +126,7 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int | None, setti
 
 
 def _scheduled(found: Sequence[Product], config: ScheduleConfig, total_steps: object) -> list[Product]:
-    """Those in FP8, without what the "schedule" block puts into bf16 in every step.
+    """Return the products, with those in bf16 that the "schedule" block puts there in every step.
 
     Raises:
         ConfigError: it names what is not in FP8.
@@ -187,7 +187,7 @@ def _print(found: dict[str, Any]) -> None:
 
 
 def _runs(layers: Sequence[Product]) -> list[tuple[str, Product]]:
-    """Layers that differ in numbers in their names only, as one row: `model.layers.{0..31}.mlp.up_proj`."""
+    """Join layers whose names differ in numbers only to one row: `model.layers.{0..31}.mlp.up_proj`."""
     rows: dict[tuple[Any, ...], list[tuple[list[str], Any]]] = {}
     for product in layers:
         pattern = re.sub(r"\d+", "*", product.fqn)
@@ -205,7 +205,7 @@ def _runs(layers: Sequence[Product]) -> list[tuple[str, Product]]:
 
 
 def _numbers(distinct: Sequence[str]) -> str:
-    """`{0..31}` only where none between is missing."""
+    """Return `{0..31}` if none between is missing; else all numbers."""
     if len(distinct) == 1:
         return distinct[0]
     is_range = [int(text) for text in distinct] == list(range(int(distinct[0]), int(distinct[-1]) + 1))

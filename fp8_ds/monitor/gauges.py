@@ -1,5 +1,5 @@
-"""What is measured beside the layers' statistics, in sampled steps only: each gauge's `attach` is called before such a
-step, `detach` after it, and `read` one step later, when the next may be attached already.
+"""Gauges: measurements beside the layers' statistics, in sampled steps only. `attach` is called before such a step,
+`detach` after it, and `read` one step later, when the next may be attached already.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class GatherTimer:
     """Milliseconds for which the computing stream waits for gathers of weights in a step.
 
     Stages 1 and 2 gather at the end of a step, and all of it is waited for. Stage 3 gathers ahead, and what counts is
-    the wait when a weight is needed: 0 where compute hides the gather. While attached, it stands before the method.
+    the wait when a weight is needed: 0 if compute hides the gather. While attached, it wraps the method.
 
     Args:
         owner: the ZeRO optimizer (stages 1, 2) or its Fp8Shards.
@@ -49,7 +49,7 @@ class GatherTimer:
         self._finished = self._spans  # of the step that is read while the next may be sampled already
 
     def read(self) -> float | None:
-        """Of the last sampled step; None: there was no gather."""
+        """Return milliseconds of the last sampled step; None: there was no gather."""
         return sum(itertools.starmap(milliseconds, self._finished)) if self._finished else None
 
     def _timed(self, stock: Any) -> Any:
@@ -70,7 +70,7 @@ class SkippedStep:
     """1 if the sampled step was skipped, else 0: also where the host learns that in the next step.
 
     Args:
-        flag: of the step that has ended: int32, 0-dim, on the device; None: there was no step.
+        flag: returns that of the step that has ended: int32, 0-dim, on the device; None: there was no step.
     """
 
     name = STEP_SKIPPED
@@ -80,7 +80,7 @@ class SkippedStep:
         self._host: HostCopy | None = None
 
     def attach(self) -> None:
-        """Nothing: the flag is there in any step."""
+        """Do nothing: the flag is there in any step."""
 
     def detach(self) -> None:
         if (flag := self._flag()) is not None:
@@ -95,7 +95,7 @@ Gauge = GatherTimer | SkippedStep
 
 
 def mark() -> Any:
-    """Where the current stream of the device is, for `milliseconds`; on a CPU the host's time."""
+    """Record where the current stream of the device is, for `milliseconds`; on a CPU the host's time."""
     if get_accelerator().device_name() != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -104,7 +104,7 @@ def mark() -> Any:
 
 
 def milliseconds(start: Any, end: Any) -> float:
-    """From one mark to another; waits until the device has passed it."""
+    """Return the time from one mark to another; wait until the device has passed it."""
     if isinstance(start, float):
         return float(1e3 * (end - start))
     end.synchronize()

@@ -1,4 +1,4 @@
-"""The guard: layers whose tensors do not fit FP8 are named, and sent to bf16 if the configuration says so."""
+"""Guard: it names layers whose tensors do not fit FP8, and sends them to bf16 if the configuration says so."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ class Guard:
         self._named: set[str] = set()
 
     def state_dict(self) -> dict[str, Any]:
-        """Builtin types, the same on all ranks: the layers that misbehaved in the last sample."""
+        """Return builtin types, the same on all ranks: the layers that misbehaved in the last sample."""
         return {"named": sorted(self._named)}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """None: as if no layer had misbehaved."""
+        """Restore what `state_dict` returned; None: no layer has misbehaved."""
         self._named = set() if state is None else set(state["named"])
 
     def __call__(self, report: Report) -> None:
-        """Collective, over all ranks. A step that was skipped says nothing of its layers: one NaN would be in all."""
+        """Judge a report. Collective, over all ranks. A skipped step tells nothing of layers: one NaN is in all."""
         if report.numbers.get(STEP_SKIPPED):
             return
         found = problems(report.layers)
@@ -77,7 +77,7 @@ class Guard:
 
 
 def problems(layers: LayerStatistics) -> dict[str, str]:
-    """Layer -> which of its tensors passes which limit by how much; layers within the limits are missing."""
+    """Return layer -> which of its tensors passes which limit by how much; layers within the limits are missing."""
     found: dict[str, list[str]] = {}
     for name, kinds in layers.items():
         for kind, one in kinds.items():

@@ -21,7 +21,7 @@ Listener = Callable[[Report], None]
 
 
 class HealthMonitor:
-    """Called after each optimizer step.
+    """Sampler of steps and reporter of their statistics, called after each optimizer step.
 
     Args:
         every: steps between samples; the sampled ones are the every-th, 2 every-th, ...
@@ -63,10 +63,10 @@ class HealthMonitor:
         self._scales: dict[str, dict[str, tuple[float, int]]] = {}
 
     def listen(self, listener: Listener) -> RemovableHandle:
-        """`listener` is called with each report from the next one on, until the handle's `remove()`.
+        """Call `listener` with each report from the next one on, until the handle's `remove()`.
 
         Raises:
-            ConfigError: it is one already.
+            ConfigError: `listener` is one already.
         """
         if listener in self.listeners.values():
             raise ConfigError(f"listener: expected one that is not called yet, got {listener}. Add it once.")
@@ -75,14 +75,14 @@ class HealthMonitor:
         return handle
 
     def start(self, step: int) -> None:
-        """Steps are counted from `step` on; the first may be a sampled one. What is sampled now is dropped."""
+        """Count steps from `step` on; the first may be a sampled one. A sample in progress is dropped."""
         if self._stop_sampling():
             self.table.discard()
         self._sample_if_due(step, after_step=False)
 
     def after_step(self, step: int, samples: int) -> None:
-        """Optimizer step number `step` (from 1) has ended, after so many samples in all: report the one before, if it
-        was sampled. Collective."""
+        """End optimizer step number `step` (from 1), after so many samples in all: report the one before, if it was
+        sampled. Collective."""
         self._report(tuple(self.listeners.values()))
         if self._stop_sampling():
             self.table.send()
@@ -92,11 +92,11 @@ class HealthMonitor:
         self._sample_if_due(step)
 
     def flush(self) -> None:
-        """The last report of a run, if there is one that has not been, to the sinks; waits for its copy."""
+        """Send the last report of a run, if it has not been sent, to the sinks; wait for its copy."""
         self._report(())
 
     def state_dict(self) -> dict[str, Any]:
-        """Builtin types: a sample that nobody has seen yet, for which the host waits, and when scales last changed."""
+        """Return builtin types: a sample not yet seen, for which the host waits, and when scales last changed."""
         waiting = None if (ended := self._received()) is None else asdict(ended)
         if waiting is not None:
             del waiting["ages"]
@@ -104,7 +104,7 @@ class HealthMonitor:
         return {"waiting": waiting, "scales": scales, "changes": [asdict(change) for change in self.changes]}
 
     def load_state_dict(self, state: Mapping[str, Any] | None, step: int) -> None:
-        """As when `state` was saved after `step` steps; `start` goes on from there.
+        """Restore `state`, saved after `step` steps; `start` goes on from there.
 
         Args:
             state: layers that are not here any more are left out. None: nothing is known.
@@ -131,7 +131,7 @@ class HealthMonitor:
             self._ended = Report(step, waiting["samples"], layers, {}, dict(waiting["numbers"]), _changes(waiting))
 
     def _report(self, listeners: Sequence[Listener]) -> None:
-        """To the sinks, then to `listeners`."""
+        """Send the report that waits to the sinks, then to `listeners`."""
         ended, self._ended = self._received(), None
         if ended is None:
             return
@@ -149,7 +149,7 @@ class HealthMonitor:
             listener(report)
 
     def _received(self) -> Report | None:
-        """The sample that waits, on the host; its ages are not known yet."""
+        """Return the sample that waits, on the host; its ages are not known yet."""
         if self._ended is not None and self._is_on_its_way:
             numbers = self._ended.numbers | {gauge.name: gauge.read() for gauge in self.gauges}
             self._ended = replace(self._ended, layers=self.table.receive() or {}, numbers=numbers)
@@ -164,7 +164,7 @@ class HealthMonitor:
             self._is_sampling = True
 
     def _stop_sampling(self) -> bool:
-        """Nothing is attached; whether anything was. Collective then."""
+        """Detach everything; return whether anything was attached. Collective then."""
         if not self._is_sampling:
             return False
         self._is_sampling = False
@@ -189,6 +189,6 @@ class HealthMonitor:
 
 
 def _changes(saved: Mapping[str, Any]) -> list[Change]:
-    """Of a state; early checkpoints have none, others also layers that came back (`guard.return_after`)."""
+    """Read a state's changes; early checkpoints have none, others also layers that came back (`guard.return_after`)."""
     sent = (change for change in saved.get("changes", ()) if change.get("to", "bf16") == "bf16")
     return [Change(change["step"], change["layer"]) for change in sent]

@@ -1,4 +1,4 @@
-"""While a step is sampled, recipes count what they quantise; at all other times nothing of this is there.
+"""Observed recipes: they count what they quantise while a step is sampled; at all other times nothing of this is there.
 
 An observed recipe is the same object in a subclass: no test of a switch anywhere, and in compiled code another graph,
 made in the first sampled step and found again in later ones.
@@ -21,7 +21,7 @@ from fp8_ds.ops.observe import observe_codes, observe_hp
 
 
 class ObservedRecipe(Recipe):
-    """Mix-in before a recipe's class. The GEMMs see every operand, whoever quantised it; zeros are seen before.
+    """Mix-in before a recipe's class. GEMMs count every operand, however it was quantised; zeros are counted before.
 
     Attributes:
         counts: of input, weight and grad_output, see StatisticsTable.slot.
@@ -81,7 +81,7 @@ class ObservedRecipe(Recipe):
 
 
 def _observe(x: Tensor, x_fp8: Quantized, fmt: Float8Format, counts: Tensor) -> None:
-    """A tensor before its cast; only a scale from elsewhere, an amax history's, can be too large for it."""
+    """Observe a tensor before its cast; only a scale from elsewhere, an amax history's, can be too large for it."""
     limits = () if x_fp8.slot is None else (x_fp8.scale_inv, fmt.max)
     observe_hp(x, counts, *limits)
 
@@ -97,8 +97,8 @@ class Observers:
     Args:
         linears: name -> what has an `fp8_recipe`; of a whole model `fp8_layers(model)`.
         table: with a row for each of these names, in their order.
-        model: that is evaluated between steps. Its forwards in evaluation mode are not counted, unless that is the mode
-            it trains in, as one from `from_pretrained` does until `train()` is called. None: all are.
+        model: one that is evaluated between steps. Its forwards in evaluation mode are not counted, unless that is the
+            mode it trains in, as one from `from_pretrained` does until `train()` is called. None: all are.
     """
 
     def __init__(self, linears: Mapping[str, Any], table: StatisticsTable, model: nn.Module | None = None) -> None:
@@ -109,7 +109,7 @@ class Observers:
         self._attached: list[tuple[Any, type[Recipe]]] = []
 
     def attach(self, *, after_step: bool = True) -> None:
-        """Layers that are in FP8 now are counted from here on.
+        """Count what layers that are in FP8 now quantise, from here on.
 
         Args:
             after_step: one has just ended, so that the model is in the mode that it trains in.
@@ -125,7 +125,7 @@ class Observers:
             recipe.__class__ = _observed_class(recipe.__class__)
 
     def detach(self) -> None:
-        """Recipes are of their own classes again."""
+        """Give recipes their own classes again."""
         for recipe, stock in self._attached:
             recipe.__class__ = stock
             del recipe.counts, recipe.model

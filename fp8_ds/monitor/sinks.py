@@ -1,4 +1,4 @@
-"""Where reports go: one line of JSON each, or DeepSpeed's monitor (TensorBoard, Weights & Biases, CSV, Comet)."""
+"""Sinks of reports: one line of JSON each, or DeepSpeed's monitor (TensorBoard, Weights & Biases, CSV, Comet)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fp8_ds.config.json_text import finite_or_none
 from fp8_ds.monitor.statistics import LayerStatistics
 
 STEP_SKIPPED = "step_skipped"
-"""Of `Report.numbers`: gradients overflowed, and what was quantised is no sample of the training."""
+"""Key of `Report.numbers`: gradients overflowed, and what was quantised is no sample of the training."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """The guard sent a layer to bf16.
+    """A layer that the guard sent to bf16.
 
     Args:
         step: optimizer steps taken before.
@@ -56,7 +56,7 @@ class Report:
     changes: Sequence[Change] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Builtin types; what is infinite or NaN is null. "guard" is there where it changed something."""
+        """Return builtin types; what is infinite or NaN is null. "guard" is there if it changed something."""
         layers = {
             name: {
                 kind: {**{k: finite_or_none(v) for k, v in asdict(one).items()}, "scale_age": self.ages[name, kind]}
@@ -69,7 +69,7 @@ class Report:
         return {"step": self.step, "samples": self.samples, **numbers, **changes, "layers": layers}
 
     def events(self) -> Iterator[tuple[str, float, int]]:
-        """(label, value, samples), as DeepSpeed's monitor takes them."""
+        """Yield (label, value, samples), as DeepSpeed's monitor takes them."""
         for key, value in self.numbers.items():
             if value is not None:
                 yield f"fp8/{key}", float(value), self.samples
@@ -85,16 +85,16 @@ class Report:
 
 
 class JsonLines:
-    """Appends to the file `path`, made with the first report, as its folder is."""
+    """Sink that appends to the file `path`; the first report makes it, and its folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def __call__(self, report: Report) -> None:
-        """The file has one line more.
+        """Append one line.
 
         Raises:
-            OSError: it has not, nor a part of one.
+            OSError: it cannot be written; no part of it is in the file then.
         """
         line = json.dumps(report.to_json()) + "\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,13 +119,13 @@ class JsonLines:
 
 
 class DeepSpeedEvents:
-    """Writes to `engine.monitor`, what the configuration has switched on, on global rank 0."""
+    """Sink that writes to `engine.monitor`, as the configuration has switched it on, on global rank 0."""
 
     def __init__(self, monitor: Any) -> None:
         self.monitor = monitor
 
     def __call__(self, report: Report) -> None:
-        """The events are written, also after `destroy_process_group`, where scripts end and the last report is due."""
+        """Write the events, also after `destroy_process_group`, where scripts end and the last report is due."""
         with _group():
             self.monitor.write_events(list(report.events()))
 
@@ -135,7 +135,7 @@ class DeepSpeedEvents:
 
 @contextmanager
 def _group() -> Iterator[None]:
-    """There is a process group: the one that is there, else one of this process alone for as long.
+    """Provide a process group: the one that is there, else one of this process alone for as long.
 
     DeepSpeed 0.19.8's writers ask for their rank before each event and raise where no group answers.
     """

@@ -36,7 +36,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True)
 class TensorStatistics:
-    """See the module's definitions; shares are in [0, 1], or NaN.
+    """Statistics of one tensor, see the module's definitions; shares are in [0, 1], or NaN.
 
     Args:
         num: elements counted; 0: the tensor did not occur, and the rest says nothing.
@@ -54,7 +54,7 @@ LayerStatistics = dict[str, dict[Kind, TensorStatistics]]
 
 
 def from_counts(counts: Tensor) -> TensorStatistics:
-    """What float64 [NUM_COUNTS] on the host means."""
+    """Return the statistics of counts, float64 [NUM_COUNTS] on the host."""
     amax_codes, scale_inv, num, saturated, small, zeros, amax_hp = counts.tolist()[:7]
     num_nonzero = max(num - zeros, 0.0)
     saturation = saturated / num if num else 0.0
@@ -87,14 +87,14 @@ class StatisticsTable:
         self._is_sent = False
 
     def slot(self, index: int, kind: Kind) -> Tensor:
-        """float64 [NUM_COUNTS]: what `observe_codes` counts layer `index` into; good for the life of this object."""
+        """Return float64 [NUM_COUNTS], which `observe_codes` counts layer `index` into, for the life of this object."""
         return in_own_storage(self._counts[index, KINDS.index(kind)])  # as AmaxHistory.slot
 
     @torch.no_grad()
     def send(self) -> None:
-        """The counts start on their way to the host and are zero again. Collective over the group; never waits.
+        """Start the counts on their way to the host, and zero them. Collective over the group; never waits.
 
-        What was sent before and not received is gone.
+        Counts that were sent before and not received are gone.
         """
         if self.group is not None and dist.get_world_size(self.group) > 1:
             maxima = self._counts.index_select(-1, self._maxima)
@@ -107,11 +107,11 @@ class StatisticsTable:
         self._is_sent = True
 
     def discard(self) -> None:
-        """Counts are zero again, and nobody gets them."""
+        """Zero the counts, so that nobody gets them."""
         self._counts.zero_()
 
     def receive(self) -> LayerStatistics | None:
-        """What was last sent, once; None: nothing. Waits for that copy, which is long done an interval later."""
+        """Return what was last sent, once; None: nothing. Wait for that copy, which is long done an interval later."""
         if not self._is_sent:
             return None
         self._is_sent = False

@@ -1,4 +1,4 @@
-"""Which linears become FP8: the plan, its text, and its application."""
+"""Choice of the linears that become FP8: the plan, its text, and its application."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _RECIPES: dict[str, type[Recipe]] = {
     recipe.name: recipe for recipe in (TensorwiseRecipe, RowwiseRecipe, RowwiseGradWeightHpRecipe, BlockwiseRecipe)
 }
 ForeignLinears = Mapping[type[nn.Module], type[Fp8Linear] | None]
-"""Classes of linears that are no nn.Linear, and what becomes of them; None: they stay in high precision."""
+"""Classes of linears that are no nn.Linear, each with its FP8 class; None: it stays in high precision."""
 
 INPUT_SLOTS = slice(0, None, 2)
-"""Of an amax history that `apply_plan` has made. The others are of grad_outputs."""
+"""Slots of the inputs in the amax history of `apply_plan`; the others are of grad_outputs."""
 
 _ONE_SCALE = ("tensorwise", "delayed")  # for a whole weight
 _NUM_NAMES_SHOWN = 4
@@ -46,7 +46,7 @@ _STATE_VERSION = 1
 class LayerPlan:
     """One linear of the model: its name, its full (unsharded) weight shape, and what becomes of it, with the reason.
 
-    Or one weight of a layer's experts, by the name of the parameter; the features are those of one expert.
+    It can also be one weight of a layer's experts, named as the parameter; the features are those of one expert.
     """
 
     fqn: str
@@ -58,7 +58,7 @@ class LayerPlan:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(out_features, in_features), of experts with their number before it."""
+        """(out_features, in_features); for experts (num_experts, out_features, in_features)."""
         features = self.out_features, self.in_features
         return (self.num_experts, *features) if self.num_experts else features
 
@@ -77,14 +77,14 @@ class Plan:
 
     layers: tuple[LayerPlan, ...]
     others: OtherMatrices | None = field(default=None, compare=False)
-    """What else there is, for the text alone; None in a plan from a checkpoint."""
+    """Matrices that are no linears, for the text alone; None in a plan from a checkpoint."""
 
     @property
     def num_converted(self) -> int:
         return sum(layer.converted for layer in self.layers)
 
     def describe(self) -> str:
-        """One line: how many linears are FP8, which share of their weights and of all, what is not, and why."""
+        """Say in one line how many linears are FP8, their share of linear and of all weights, what is not and why."""
         numel = sum(layer.numel for layer in self.layers)
         numel_fp8 = sum(layer.numel for layer in self.layers if layer.converted)
         share = 100.0 * numel_fp8 / max(numel, 1)
@@ -105,7 +105,7 @@ class Plan:
         return text
 
     def table(self) -> str:
-        """One row per linear: name, [out, in], fp8 or bf16, reason."""
+        """Return one row per linear: name, [out, in], fp8 or bf16, reason."""
         width = max((len(layer.fqn) for layer in self.layers), default=0)
         rows = [
             f"{layer.fqn:<{width}}  {list(layer.shape)}  {'fp8 ' if layer.converted else 'bf16'}  {layer.reason}"
@@ -114,9 +114,9 @@ class Plan:
         return "\n".join([self.describe(), *rows])
 
     def filter_fqns(self) -> list[str] | None:
-        """The shortest name endings that, as `linear.filter_fqns`, leave just this plan's bf16 layers in bf16.
+        """Return the shortest name endings that, as `linear.filter_fqns`, leave just this plan's bf16 layers in bf16.
 
-        None if there are none such: a name is part of the name of a layer in FP8.
+        The result is None if no endings do: the name of a bf16 layer is part of the name of an FP8 layer.
         """
         in_fp8 = [layer.fqn for layer in self.layers if layer.converted]
         patterns: list[str] = []
@@ -132,13 +132,13 @@ class Plan:
         return patterns
 
     def to_state(self) -> dict[str, Any]:
-        """Builtin types only, readable by `torch.load(weights_only=True)`."""
+        """Return the plan in builtin types, readable by `torch.load(weights_only=True)`."""
         rows = [list(astuple(e))[: 6 if e.num_experts else 5] for e in self.layers]
         return {"version": _STATE_VERSION, "layers": rows}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Plan:
-        """The plan that `to_state` wrote."""
+        """Read a plan that `to_state` wrote."""
         if state.get("version") != _STATE_VERSION:
             raise ConfigError(
                 f"layer plan: expected version {_STATE_VERSION}, got {state.get('version')!r}. "
@@ -148,7 +148,7 @@ class Plan:
 
 
 def _fp8_class(module: nn.Module, foreign: ForeignLinears) -> type[Fp8Linear] | None:
-    """What `module` can become: by its exact class, nn.Linear, Conv1D or foreign; what a tensor-parallel one names."""
+    """Return the FP8 class for `module`, by its exact class or, if tensor-parallel, its `fp8_class`; else None."""
     if type(module) in foreign:
         return foreign[type(module)]
     if type(module) is conv1d_class():
@@ -157,7 +157,7 @@ def _fp8_class(module: nn.Module, foreign: ForeignLinears) -> type[Fp8Linear] | 
 
 
 def _features(module: Any) -> tuple[int, ...]:
-    """(out_features, in_features) of a linear, whichever way its weight lies."""
+    """Return (out_features, in_features) of a linear, in either layout of its weight."""
     weight = module._parameters.get("weight")
     if weight is None:
         return module.out_features, module.in_features
@@ -166,9 +166,9 @@ def _features(module: Any) -> tuple[int, ...]:
 
 
 def _replaced(module: nn.Module, foreign: ForeignLinears, linear: Callable[..., Any] | None) -> str | None:
-    """Say what somebody has put in place of the forward of `module`, or of the product in it; None if nothing.
+    """Say what has replaced the forward of `module`, or the product in it; None if nothing has.
 
-    DeepSpeed's own products are no reason: ZeRO-3's, which stays for good, and what its flops profiler counts with.
+    DeepSpeed's own products do not count: ZeRO-3's, which stays for good, and that of its flops profiler.
     """
     if (reason := replaced_forward(module, experts.is_experts(module))) is not None:
         return reason
@@ -186,7 +186,7 @@ def _replaced(module: nn.Module, foreign: ForeignLinears, linear: Callable[..., 
 def _verdict(
     module: nn.Module, name: str, left: str | None, uses: Counter[int], config: LinearConfig, foreign: ForeignLinears
 ) -> tuple[bool, str]:
-    """(converted, reason) of the weight `name` of `module`; `left`: why it must not be."""
+    """Return (converted, reason) for the weight `name` of `module`; `left` is the reason why it must stay in bf16."""
     weight, is_experts = module._parameters.get(name), experts.is_experts(module)
     if not is_experts and _fp8_class(module, foreign) is None:
         return False, f"a {type(module).__name__}, not exactly nn.Linear"
@@ -217,24 +217,24 @@ def make_plan(
     device: torch.device | None = None,
     linear: Callable[..., Any] | None = None,
 ) -> Plan:
-    """Decide for each linear of the model, and for experts' weights, by names, classes and shapes alone, and by which
-    kernels the device has: all ranks with like devices decide alike.
+    """Decide which linears and experts' weights of the model become FP8.
 
-    Converted is what is exactly an nn.Linear, transformers' Conv1D, or a weight of experts as Mixtral's, with its
-    class's forward and torch's product in it, has no name that contains one of `filter_fqns`, is in none of the layers
-    that stay in bf16 at either end, shares its weight with no other module, and trains (or `frozen` is "fp8").
+    Ranks with like devices decide alike: by names, classes, shapes and the device's kernels. A layer is converted if it
+    is exactly an nn.Linear, transformers' Conv1D or a weight of experts as Mixtral's, with its class's forward and
+    torch's product in it; if no name of it contains one of `filter_fqns`; if it is not in the layers that stay in bf16
+    at either end; if it shares its weight with no other module; and if it trains (or `frozen` is "fp8").
 
     Args:
         model: any nn.Module, also under deepspeed.zero.Init, before conversion.
         linear_config: the "linear" block.
-        may_be_empty: a plan that converts no linear is no error (something else than linears is in FP8).
+        may_be_empty: whether the plan may convert no linear (something else than linears is in FP8).
         foreign: other classes of linears, by exact class.
-        device: that trains, which says whether many experts are a loop. None: a GPU of compute capability 9.0, which
-            need not be here.
-        linear: what linears will call in training as torch.nn.functional.linear. None: what they call now.
+        device: the training device, which decides whether many experts are a loop. None: a GPU of compute capability
+            9.0, which need not be here.
+        linear: the function that linears will call in training as torch.nn.functional.linear. None: the present one.
 
     Raises:
-        ConfigError: no linear is left to convert, or the model is converted already; or as `at_ends`.
+        ConfigError: no linear is left to convert, or the model is converted already; or as in `at_ends`.
     """
     names: dict[Any, list[str]] = {}
     for fqn, module in model.named_modules(remove_duplicate=False):
@@ -261,7 +261,7 @@ def make_plan(
 
 
 def _without_too_many(rows: list[LayerPlan], config: LinearConfig, device: torch.device | None) -> list[LayerPlan]:
-    """The rows of one module: experts that are too many are in bf16."""
+    """Return the rows of one module, with experts in bf16 if they are too many."""
     features = [size for row in rows for size in row.shape[-2:]]
     is_whole = all(row.converted for row in rows)
     reason = why_too_many(rows[0].num_experts, features, config, device, is_whole=is_whole)
@@ -276,7 +276,7 @@ def converted_already(found: str) -> ConfigError:
 
 
 def _weights(module: Any, fqns: list[str]) -> Iterator[tuple[str, list[str], tuple[int, ...]]]:
-    """Of each weight that has a row: its name in `module`, all names of the row, and the shape that the row says."""
+    """Yield each weight that has a row: its name in `module`, all names of the row, and the shape in the row."""
     if not experts.is_experts(module):
         yield "weight", fqns, _features(module)
         return
@@ -285,7 +285,7 @@ def _weights(module: Any, fqns: list[str]) -> Iterator[tuple[str, list[str], tup
 
 
 def by_reason(left: Iterable[tuple[str, str]]) -> list[str]:
-    """For each reason one text, `a.b and 2 more (its forward was replaced)`, of (name, reason) pairs."""
+    """Return one text per reason, `a.b and 2 more (its forward was replaced)`, of (name, reason) pairs."""
     names: dict[str, list[str]] = {}
     for fqn, reason in left:
         names.setdefault(reason, []).append(fqn)
@@ -316,17 +316,18 @@ def apply_plan(
     device: torch.device | str,
     foreign: ForeignLinears = MappingProxyType({}),
 ) -> AmaxHistory | None:
-    """Each layer that the plan converts is in FP8 afterwards: an Fp8Linear, or a weight of Fp8Experts; the rest is
-    untouched. All or none.
+    """Convert the plan's FP8 layers in place, each to an Fp8Linear or a weight of Fp8Experts.
+
+    All of them are converted, or none; the rest of the model is untouched.
 
     Args:
-        model, linear_config, foreign: as `make_plan` was given.
+        model, linear_config, foreign: as given to `make_plan`.
         plan: from `make_plan` or `Plan.from_state`.
         device: where the amax history lives, the device of training.
 
     Returns:
-        For recipe "delayed" the history: the i-th converted layer's input in slot 2 i, its grad_output in 2 i + 1.
-        For the others None.
+        The amax history for recipe "delayed": slot 2 i for the i-th converted layer's input, 2 i + 1 for its
+        grad_output. None for the other recipes.
 
     Raises:
         ConfigError: a layer of the plan is missing, is of another shape, has a forward of its own, or is converted
@@ -349,7 +350,7 @@ def apply_plan(
 
 
 def _converter(modules: Mapping[str, Any], layer: LayerPlan, foreign: ForeignLinears) -> Callable[[Recipe], object]:
-    """What puts `layer` of the model with these modules into FP8, given its recipe; raises as `apply_plan`."""
+    """Return the function that puts `layer` into FP8, given its recipe; raise as `apply_plan` does."""
     owner, _, name = layer.weight_name.rpartition(".")
     module = modules.get(owner)
     convert: Callable[[Recipe], object] | None = None
@@ -378,7 +379,7 @@ def _converter(modules: Mapping[str, Any], layer: LayerPlan, foreign: ForeignLin
 
 
 def _name_leaders(model: nn.Module) -> None:
-    """Layers with delayed scales that read what one module computes know the first of them, and no other layer."""
+    """Give layers with delayed scales that read one module's output the first of them as `leader`, others none."""
     recipes = [layer.fp8_recipe for layer in fp8_layers(model).values()]
     all_delayed = [recipe for recipe in recipes if isinstance(recipe, DelayedRecipe)]
     for recipe in all_delayed:
@@ -400,8 +401,7 @@ def revert(model: nn.Module, plan: Plan, fqns: Collection[str], reason: str) -> 
     """Make the layers `fqns` nn.Linear again, or experts in bf16, with the same Parameters, before training.
 
     Returns:
-        The plan, which was applied to `model`, with these layers in bf16 for that reason.
-    """
+        The applied plan with these layers in bf16 for that reason."""
     layers = fp8_layers(model)
     for fqn in fqns:
         layers[fqn].revert()

@@ -1,8 +1,8 @@
-"""What linears read, as the source of the model's `forward` methods says: a name stands for the expression that was
-assigned to it last. What cannot be followed reads nothing here; nothing is guessed from names.
+"""Data flow to linears, read from the source of the model's `forward` methods.
 
-It is read and not run: `deepspeed.initialize` has no inputs for a forward, and one on made-up inputs would run a user's
-code, its random numbers, counters and collectives.
+A name stands for the expression that was assigned to it last. Values that cannot be followed have no readers; nothing
+is guessed from names. The source is read and not run: `deepspeed.initialize` has no inputs for a forward, and one on
+made-up inputs would run a user's code, its random numbers, counters and collectives.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAX_NODES = 200  # of an expression: a SwiGLU has some 30
 
 
 def parse(function: Callable[..., Any]) -> ast.FunctionDef | None:
-    """Its syntax tree without docstring and without decorators' wrappers; None where there is no source."""
+    """Return the syntax tree without docstring and without decorators' wrappers; None if there is no source."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     except (OSError, TypeError, SyntaxError):
@@ -34,15 +34,15 @@ def parse(function: Callable[..., Any]) -> ast.FunctionDef | None:
 
 
 class Flow(ast.NodeTransformer):
-    """A method, in whose tree each local name of a computed value is replaced by the very node that computes it.
+    """A method's tree, in which each local name of a computed value is replaced by the very node that computes it.
 
-    A second name of a value (`residual = x`) is not followed, and one assigned in a branch or loop is known to its end.
+    A second name of a value (`residual = x`) is not followed; a name assigned in a branch or loop is known to its end.
 
     Attributes:
-        names: of its arguments, `self` first.
-        parameters: nodes that stand for the arguments behind `self`, by position and by name.
+        names: of the arguments, `self` first.
+        parameters: nodes that stand for the arguments after `self`, by position and by name.
         calls: (name, call) of each `self.name(...)`, inner ones first.
-        expression: the text of its last statement, if it is short, and those before it only give names to values.
+        expression: the text of the last statement, if it is short and those before it only give names to values.
     """
 
     def __init__(self, tree: ast.FunctionDef) -> None:
@@ -85,14 +85,14 @@ class Flow(ast.NodeTransformer):
 
 
 def _names_given(node: ast.stmt) -> list[str]:
-    """Names that it gives, and nothing else, to what a call or an operator computes."""
+    """Return the names that `node` gives, doing nothing else, to the result of a call or an operator."""
     targets = node.targets if isinstance(node, ast.Assign) and isinstance(node.value, (ast.Call, ast.BinOp)) else []
     names = [target.id for target in targets if isinstance(target, ast.Name)]
     return names if len(names) == len(targets) else []
 
 
 def flow_of(module: nn.Module) -> Flow | None:
-    """That of its class's `forward`; None where that has no source, or the instance has another one."""
+    """Return the flow of the class's `forward`; None if that has no source, or the instance has another forward."""
     return None if "forward" in vars(module) else _flow(type(module).forward)
 
 
@@ -103,9 +103,9 @@ def _flow(function: Callable[..., Any]) -> Flow | None:
 
 
 def linears_that_read(parent: nn.Module, name: str) -> list[nn.Linear]:
-    """The linears that are given what `parent`'s child `name` returns, in the order of the calls.
+    """Return the linears that are given what `parent`'s child `name` returns, in the order of the calls.
 
-    Nothing if the `forward` of `parent` calls it more than once, or not by that name.
+    The list is empty if the `forward` of `parent` calls the child more than once, or not by that name.
     """
     flow = flow_of(parent)
     calls = [] if flow is None else [call for child, call in flow.calls if child == name]
@@ -113,7 +113,7 @@ def linears_that_read(parent: nn.Module, name: str) -> list[nn.Linear]:
 
 
 def _readers(module: nn.Module, flow: Flow | None, value: ast.AST | None) -> Iterator[nn.Linear]:
-    """The linears that are given `value`, a node of `flow`, which is the forward of `module`."""
+    """Yield the linears that are given `value`, a node of `flow`, which is the forward of `module`."""
     for name, call in flow.calls if flow is not None and value is not None else ():
         for place, given in [*enumerate(call.args), *((word.arg, word.value) for word in call.keywords)]:
             child = module._modules.get(name) if given is value else None

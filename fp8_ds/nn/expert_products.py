@@ -24,16 +24,16 @@ from fp8_ds.ops.once_differentiable import once_differentiable
 from fp8_ds.ops.transpose import transpose
 
 MAX_IN_A_LOOP = 16
-"""More stay bf16 where they would be a loop, of which the host takes some 0.6 ms for each, forward and backward of both
-weights (docs/decisions/0011)."""
+"""Most experts that are computed in a loop; layers of more stay in bf16. The host takes some 0.6 ms for each expert,
+forward and backward of both weights (docs/decisions/0011)."""
 
 
 def why_too_many(
     num_experts: int, features: Iterable[int], config: LinearConfig, device: torch.device | None, *, is_whole: bool
 ) -> str | None:
-    """Say why a layer's experts stay in bf16: more than `MAX_IN_A_LOOP` would be a loop. None: they need not.
+    """Say why a layer's experts stay in bf16: more than `MAX_IN_A_LOOP` would be a loop. None: they can be FP8.
 
-    `is_whole`: whether all its weights would be in FP8 else. The others: as of `can_be_one_launch`.
+    `is_whole`: whether all its weights would be in FP8 otherwise. The others: as in `can_be_one_launch`.
     """
     is_one_launch = is_whole and config.backend == "torch" and can_be_one_launch(features, device)
     if num_experts <= MAX_IN_A_LOOP or is_one_launch:
@@ -42,9 +42,9 @@ def why_too_many(
 
 
 def can_be_one_launch(features: Iterable[int], device: torch.device | None) -> bool:
-    """Whether there are kernels for all experts at once, whose weights have these N and K.
+    """Whether there are kernels for all experts at once, with weights of these N and K.
 
-    `device`: that trains. None: a GPU of compute capability 9.0, which need not be here.
+    `device`: the training device. None: a GPU of compute capability 9.0, which need not be here.
     """
     is_aligned = all(size % grouped.ALIGNMENT == 0 for size in features)
     return is_aligned and (device is None or grouped.can_run(device))
@@ -53,7 +53,7 @@ def can_be_one_launch(features: Iterable[int], device: torch.device | None) -> b
 def has_one_launch(like: Tensor, features: Iterable[int], recipes: Iterable[Recipe]) -> bool:
     """Whether the experts of a layer are computed all at once, and their rows are packed.
 
-    `like`: on the device of the layer; one without numbers (fp8_ds.tools.estimate.rehearsal) stands for one on a GPU.
+    `like`: a tensor on the layer's device, or a fake one (fp8_ds.tools.estimate.rehearsal) for one on a GPU.
     """
     device = None if isinstance(like, FakeTensor) else like.device
     return any(map(_has_kernel, recipes)) and can_be_one_launch(features, device)
@@ -64,26 +64,26 @@ def _has_kernel(recipe: Recipe) -> bool:
 
 
 def expert_products(groups: Groups, recipe: Recipe) -> Loop:
-    """For rows of `groups`: in one launch where they are packed and the recipe is in FP8."""
+    """Return the products for rows of `groups`: in one launch if they are packed and the recipe is in FP8."""
     kind = OneLaunch if groups.order is not None and _has_kernel(recipe) else Loop
     return kind(groups, recipe)
 
 
 class Loop:
-    """Each expert's own product: the bits of its own `Fp8Linear`, on any device. The host reads who has rows.
+    """Products of one expert after another, with the bits of an `Fp8Linear` each, on any device.
 
-    What is nobody's row is 0 in each result, and of an expert without rows grad_weight is.
+    The host reads which experts have rows. Rows of no expert, and grad_weight of an expert without rows, are 0.
 
     Args:
-        groups: whose row each is.
-        recipe: of the weight.
+        groups: the rows of each expert.
+        recipe: the weight's.
     """
 
     def __init__(self, groups: Groups, recipe: Recipe) -> None:
         self.groups, self.recipe = groups, recipe
 
     def output(self, x_PK: Tensor, x_scale_inv: Tensor, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
-        """[P, N]."""
+        """Compute the output, [P, N]."""
         parts = self.recipe.parts
         outputs = [
             parts.output(Quantized(x_PK[rows], None, x_scale_inv), _expert(weight, e), dtype)
@@ -92,7 +92,7 @@ class Loop:
         return self.groups.joined(outputs, x_PK.new_empty(0, dtype=dtype), weight.data.shape[1])
 
     def grad_input(self, rows_PN: Tensor, grad_scale_inv: Tensor, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
-        """[P, K]."""
+        """Compute grad_input, [P, K]."""
         parts = self.recipe.parts
         grads = [
             parts.grad_input(Quantized(rows_PN[rows], None, grad_scale_inv), _expert(weight, e), dtype)
@@ -103,7 +103,7 @@ class Loop:
     def grad_weight(
         self, grad_fp8: Quantized, grad_PN: Tensor, x_PK: Tensor, x_scale_inv: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        """[E, N, K]; grad_PN is what `grad_fp8` was quantised from."""
+        """Compute grad_weight, [E, N, K]; `grad_fp8` is `grad_PN` quantised."""
         rows_PN, recipe = grad_fp8.rows, self.recipe
         assert rows_PN is not None
         shape = (len(self.groups.ends) - 1, rows_PN.shape[1], x_PK.shape[1])
@@ -116,13 +116,13 @@ class Loop:
         return grad_weight
 
     def kept_groups(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`ends` (here as the host has read them), `place` and `order` by which the backward waits for nothing."""
+        """Return `ends` (here as the host has read them), `place` and `order`; the backward waits for nothing."""
         ends = torch.tensor([end for _, end in self.groups.bounds], dtype=torch.int32, device="cpu")
         return ends, self.groups.place, self.groups.order
 
 
 class OneLaunch(Loop):
-    """All experts' at once (ops/grouped): the loop's results but for the order of sums, and nobody waits."""
+    """Products of all experts at once (ops/grouped): the loop's but for the order of sums. The host never waits."""
 
     def output(self, x_PK: Tensor, x_scale_inv: Tensor, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
         is_fast = "output" in self.recipe.fast_gemms
@@ -149,7 +149,7 @@ class OneLaunch(Loop):
 
     @property
     def _ends(self) -> Tensor:
-        """Without that of the rows that are nobody's."""
+        """Ends of the experts' rows, without that of the rows of no expert."""
         return self.groups.ends[:-1]
 
 
@@ -158,7 +158,7 @@ def _expert(weight: Fp8Weight, expert: int) -> Fp8Weight:
 
 
 class _GroupedFunction(torch.autograd.Function):
-    """y = x W^T of each expert; kept for backward is x in FP8, of each token once, and its scale_inv."""
+    """y = x W^T of each expert; the backward keeps x in FP8, each token once, and its scale_inv."""
 
     @staticmethod
     def forward(
@@ -212,15 +212,15 @@ class _GroupedFunction(torch.autograd.Function):
 
 
 def grouped_linear(x: Tensor, weight: Tensor, groups: Groups, recipe: Recipe, *, is_spread: bool) -> Tensor:
-    """Of each expert `x W^T`, [P, N]; zeros in the rows that are nobody's.
+    """Compute `x W^T` of each expert, [P, N]; rows of no expert are zeros.
 
-    One amax and one cast of `x`, and one of its gradient, for all experts, whose weights have one scale.
+    The experts' weights have one scale, and `x` and its gradient one amax and one cast each, for all experts.
 
     Args:
         x: bf16, fp16 or fp32: [T, K], each token once, or [P, K], spread (`is_spread`).
         weight: [E, N, K], see `nn.linear.read_weight`. Its gradient is 0 for experts without tokens.
-        groups: of the T tokens.
-        recipe: of this weight; it has one scale a tensor.
+        groups: the rows of the T tokens.
+        recipe: the weight's, with one scale a tensor.
     """
     apply: Any = _GroupedFunction.apply  # untyped in torch
     output: Tensor = apply(x, weight, groups, recipe, is_spread, torch.is_grad_enabled())

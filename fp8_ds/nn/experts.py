@@ -27,7 +27,7 @@ from fp8_ds.ops.once_differentiable import once_differentiable
 from fp8_ds.ops.swiglu import swiglu, swiglu_backward_packed
 
 WEIGHTS = ("gate_up_proj", "down_proj")
-"""[E, 2 I, H], gate first, and [E, H, I]."""
+"""Names of weights [E, 2 I, H], gate first, and [E, H, I]."""
 
 _FLAGS = {
     "is_transposed": (False, "transposed weights"),
@@ -37,13 +37,13 @@ _FLAGS = {
     "has_post_expert_norm": (False, "a norm of each expert"),
     "_is_expert_parallel": (False, "expert-parallel"),
 }
-"""What transformers' `use_experts_implementation` notes of a class, with the value that fits and what another means.
+"""Flags that transformers' `use_experts_implementation` sets on a class: the value that fits, and what another means.
 Versions that do not know a flag do not set it. Source: transformers 5.24 src/transformers/integrations/moe.py."""
 _GATE_MODULE = "transformers.integrations.moe"
 
 
 def why_not(module: nn.Module) -> str | None:
-    """Why the experts in `module` are none that `Fp8Experts` computes; None: it does, or there are none in it."""
+    """Say why `Fp8Experts` cannot compute the experts in `module`; None: it can, or there are none in it."""
     if is_experts(module) or not (hasattr(module, "is_transposed") or "gate_up_proj" in module._parameters):
         return None
     for flag, (fitting, reason) in _FLAGS.items():
@@ -53,12 +53,12 @@ def why_not(module: nn.Module) -> str | None:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether it holds experts as Mixtral's, or such in FP8."""
+    """Whether `module` holds experts as Mixtral's, in FP8 or not."""
     return isinstance(module, Fp8Experts) or is_stock_experts(module)
 
 
 def is_stock_experts(module: nn.Module) -> bool:
-    """Whether it holds experts as Mixtral's, by flags, names, shapes and text: the same on all ranks."""
+    """Whether `module` holds experts as Mixtral's, by flags, names, shapes and text: the same on all ranks."""
     gate = getattr(type(module), "_apply_gate", None)
     return (
         set(module._parameters) == set(WEIGHTS)
@@ -73,7 +73,7 @@ def is_stock_experts(module: nn.Module) -> bool:
 
 
 def _without_gate(forward: Any) -> Any:
-    """What transformers' `use_experts_implementation` has put its choice around; anybody else's wrapper stays."""
+    """Unwrap transformers' own `use_experts_implementation`; a wrapper of anybody else stays."""
     is_theirs = getattr(forward, "__globals__", {}).get("__name__") == _GATE_MODULE
     return forward.__wrapped__ if is_theirs and hasattr(forward, "__wrapped__") else forward
 
@@ -90,8 +90,8 @@ def _has_shapes(module: Any) -> bool:
 
 
 class _PackedSwiglu(torch.autograd.Function):
-    """`silu(gate) * up` of packed rows (nn/groups.py), bf16 [P, I], rounded where eager bf16 rounds, which a product by
-    `recipe`, of `down_proj`, finds quantised; its gradient is that of both in one tensor [P, 2 I], gate first."""
+    """`silu(gate) * up` of packed rows (nn/groups.py), bf16 [P, I], rounded where eager bf16 rounds. The product with
+    `down_proj` finds it quantised; the gradients of gate and up are one tensor [P, 2 I], gate first."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, recipe: Recipe, record: bool) -> Tensor:
@@ -111,14 +111,14 @@ class _PackedSwiglu(torch.autograd.Function):
 
 
 class Fp8Experts(nn.Module):
-    """Experts computed in FP8, on tokens sorted by expert. Made from an existing module, never constructed.
+    """Experts computed in FP8, on tokens sorted by expert; `take` makes them of an existing module.
 
-    Input bf16, fp16 or fp32; the output has the input's dtype. What each token's experts give is added up in the dtype
-    of the product with its weights, or in float32 where all experts are computed at once, and rounded once.
+    The input is bf16, fp16 or fp32; the output has its dtype. The outputs of a token's experts are added up in the
+    dtype of their product with its weights, or in float32 if all experts are computed at once, and rounded once.
 
     Attributes:
-        fp8_recipes: of each weight that is in FP8 by the plan, by name.
-        bf16_recipe: of one that is not.
+        fp8_recipes: recipes by name, of the weights that the plan puts into FP8.
+        bf16_recipe: recipe of a weight that stays in bf16.
     """
 
     fp8_recipes: dict[str, Recipe]
@@ -128,9 +128,9 @@ class Fp8Experts(nn.Module):
 
     @classmethod
     def take(cls, module: nn.Module, name: str, recipe: Recipe) -> None:
-        """The weight `name` of `module` is in FP8 from now on: same object, same Parameters, hooks and state dict.
+        """Put the weight `name` of `module` into FP8, in place: same object, same Parameters, hooks and state dict.
 
-        `is_experts` holds of the module, also for the second of its `WEIGHTS`; the recipe has one scale for a weight.
+        `is_experts` is true of the module, also for the second of its `WEIGHTS`; the recipe has one scale for a weight.
         """
         if not isinstance(module, Fp8Experts):
             stock_class = type(module)
@@ -143,7 +143,7 @@ class Fp8Experts(nn.Module):
     # The host reads how many tokens each expert has: a graph would be made anew for any other numbers.
     @_disable_dynamo
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """See `experts_reference.stock_forward`."""
+        """Compute as `experts_reference.stock_forward`."""
         weight: Any = self.gate_up_proj
         # Of transformers' implementations this one casts what it reads; the others raise, as nn.Linear does.
         is_cast = getattr(getattr(self, "config", None), "_experts_implementation", None) == "grouped_mm"
@@ -157,7 +157,7 @@ class Fp8Experts(nn.Module):
         return groups.add_up_weighted(down_PH, top_k_weights, hidden_states.dtype)
 
     def _hidden(self, gate_up: Tensor, groups: Groups) -> Tensor:
-        """[P, I]; where all experts are computed at once, in FP8 with it if there is an op for it."""
+        """Compute `act(gate) * up`, [P, I], also in FP8 if all experts are computed at once and an op does so."""
         recipe = self.fp8_recipes.get("down_proj", self.bf16_recipe)
         is_packed = groups.order is not None and recipe.is_fp8 and gate_up.dtype == torch.bfloat16
         hidden_PI: Tensor
@@ -174,7 +174,7 @@ class Fp8Experts(nn.Module):
         return grouped_linear(x, getattr(self, name), groups, recipe, is_spread=is_spread)
 
     def revert(self, name: str) -> None:
-        """The weight `name` is in bf16; where no other one is in FP8, it is what it was."""
+        """Put the weight `name` back into bf16; when no weight is left in FP8, the module has its own class again."""
         del self.fp8_recipes[name]
         if not self.fp8_recipes:
             stock_class = self.stock_class
@@ -188,7 +188,7 @@ class Fp8Experts(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """As of Fp8Linear, for each weight."""
+        """Return the state with the scales of each weight, as Fp8Linear does."""
         copied = {name: copied_scales(getattr(self, name), recipe) for name, recipe in self.fp8_recipes.items()}
         return {**self.__dict__, "copied": copied}
 
@@ -205,7 +205,7 @@ class Fp8Experts(nn.Module):
 
 @dataclass
 class ExpertsWeight:
-    """One FP8 weight, of `WEIGHTS`, of a layer's experts, as those see it who else see an Fp8Linear."""
+    """One FP8 weight of a layer's experts, with the interface of an Fp8Linear."""
 
     module: Fp8Experts
     name: str

@@ -1,4 +1,4 @@
-"""The experts that this package computes in FP8, as transformers 5 writes them: what is compared, and compared with.
+"""Experts as transformers 5 writes them: the reference, and the text that a model's experts are compared with.
 
 Source: huggingface/transformers 5.24 src/transformers/models/mixtral/modeling_mixtral.py, `MixtralExperts.forward`,
 line by line; 54 other classes there have the same text, in 5.17 all of 48, in 5.0 of 24.
@@ -18,12 +18,12 @@ from fp8_ds.nn.dataflow import parse
 
 
 def stock_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Each expert's `down(act(gate(x)) * up(x))` of the tokens that chose it, times their weights for it, added up.
+    """Add up each expert's `down(act(gate(x)) * up(x))` of the tokens that chose it, times their weights for it.
 
     Args:
         self: num_experts; gate_up_proj [E, 2 I, H], gate first; down_proj [E, H, I]; act_fn.
-        hidden_states: [T, H]; the result, too.
-        top_k_index: int64 [T, k], of experts; num_experts: none.
+        hidden_states: [T, H], as is the result.
+        top_k_index: int64 [T, k], numbers of experts; num_experts stands for none.
         top_k_weights: [T, k].
     """
     final_hidden_states = torch.zeros_like(hidden_states)
@@ -46,14 +46,14 @@ def stock_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
 
 
 def is_stock(function: Callable[..., Any]) -> bool:
-    """Whether its text is that of `stock_forward`, of this or an earlier transformers 5; False where there is none."""
+    """Whether the text is that of `stock_forward`, of this or an earlier transformers 5; False without a source."""
     text = _text(function)
     return text is not None and text == _text(stock_forward)
 
 
 @functools.cache
 def _text(function: Callable[..., Any]) -> str | None:
-    """Names of the arguments, and the statements without comments and docstring.
+    """Return the names of the arguments, and the statements without comments and docstring.
 
     transformers before 5.24 makes the mask without a row for tokens that another rank's experts compute.
     """

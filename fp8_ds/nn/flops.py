@@ -1,4 +1,4 @@
-"""Which share of a model's products is computed in FP8: the matrices of its modules, from shapes alone."""
+"""Share of a model's products that is computed in FP8: the matrices of its modules, from shapes alone."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fp8_ds.nn.matrices import kind_of, other_matrices
 
 
 def share_of_linears(config: LinearConfig) -> float:
-    """Of a converted linear's three products, alike in FLOPs, those in FP8: output, gradients of input and weight."""
+    """Return the share in FP8 of a converted linear's three products: output, gradients of input and weight."""
     return 2 / 3 if config.recipe == "rowwise_with_gw_hp" else 1.0
 
 
 def share_of_attention(config: AttentionConfig) -> float:
-    """Of attention's products in forward and backward those in FP8: at most the forward, a third, as for a linear."""
+    """Return the share in FP8 of attention's products, forward and backward: at most the forward, a third."""
     return 1 / 3 if config.backend in ("fa3_fp8", "fa3_fp8_emulated") else 0.0
 
 
@@ -36,7 +36,7 @@ class Product:
 
 
 def products(model: nn.Module, plan: Plan) -> list[Product]:
-    """Of all modules that hold matrices, but for embeddings, which look up rows; in module order, with their `plan`."""
+    """Return the products of all modules but embeddings, which look up rows, in module order, with their `plan`."""
     planned = {layer.fqn: layer for layer in plan.layers}
     others: dict[str, list[Product]] = {}
     for fqn, module, name, p in other_matrices(model):
@@ -59,7 +59,7 @@ def _other(fqn: str, module: nn.Module, p: nn.Parameter) -> Product:
 
 
 def _share_of_experts(module: nn.Module, num_experts: int) -> float:
-    """Of the experts of [experts, rows, columns], which share a token visits; all where the module does not say."""
+    """Return the share of experts [experts, rows, columns] that a token visits; 1 if the module does not say."""
     for place in (module, getattr(module, "config", None)):
         for name in ("num_experts_per_tok", "top_k"):
             value = getattr(place, name, None)
@@ -69,7 +69,7 @@ def _share_of_experts(module: nn.Module, num_experts: int) -> float:
 
 
 def attention_flops(model: nn.Module, seq_len: int) -> int:
-    """Of scores and their sums, a token in the forward; causal: half of all pairs."""
+    """Return the FLOPs of scores and their sums for a token in the forward; if causal, for half of all pairs."""
     total = 0
     for module in model.modules():
         config: Any = getattr(module, "config", None)

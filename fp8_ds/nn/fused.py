@@ -1,7 +1,7 @@
-"""What a fused producer knows of its surroundings, and how a module becomes one.
+"""Fused producers: their readers, their recipes, and how a module becomes one.
 
-A producer computes what FP8 linears read. Fused, it hands them its output quantised, made in the pass that computes it,
-beside the bf16 tensor that any other reader sees; and it keeps only its inputs for backward.
+A producer computes what FP8 linears read. A fused one hands them its output quantised, made in the pass that computes
+it, beside the bf16 tensor for any other reader; for backward it keeps only its inputs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FORMAT = E4M3  # of activations
 
 @dataclass(frozen=True)
 class Producer:
-    """Who reads the output of a fused module, and how it keeps its inputs.
+    """Readers of a fused module's output, and the form in which it keeps its inputs.
 
     Args:
         readers: at least one. Those that are Fp8Linears when the module runs share one recipe kind.
@@ -40,17 +40,17 @@ class Producer:
     nonlinear: Nonlinear
 
     def recipe(self) -> Recipe | None:
-        """That of the first reader which is in FP8 now; None: the module has nothing to do but its stock work."""
+        """Return the recipe of the first reader that is in FP8 now; None: the module runs as its own class does."""
         return next((linear.fp8_recipe for linear in self.readers if isinstance(linear, Fp8Linear)), None)
 
 
 def deliver(output: Fp8Output, recipe: Recipe, scaling: Scaling | None, shape: torch.Size, record: bool) -> Tensor:
-    """The bf16 output in `shape`, which its readers will find quantised.
+    """Return the bf16 output in `shape`, which its readers will find quantised.
 
     Args:
-        output: of an op that was given `scaling` (any one for None) and `with_hp`.
-        recipe: of a reader.
-        scaling: what its `producer_scaling` said; None: readers quantise for themselves.
+        output: from an op that was given `scaling` (any one for None) and `with_hp`.
+        recipe: a reader's.
+        scaling: from its `producer_scaling`; None: readers quantise for themselves.
         shape: of the result.
         record: whether this is a training forward.
     """
@@ -64,23 +64,23 @@ def deliver(output: Fp8Output, recipe: Recipe, scaling: Scaling | None, shape: t
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """[..., C] as [T, C], rows without gaps."""
+    """Return [..., C] as [T, C], rows without gaps."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def keep(x: Tensor, nonlinear: Nonlinear) -> tuple[Tensor, ...]:
-    """An input as it is saved for backward: itself, or codes and scales."""
+    """Return an input as it is saved for backward: itself, or codes and scales."""
     return quantize_groupwise(as_rows(x)) if nonlinear == "fp8" else (x,)
 
 
 def recover(kept: Sequence[Tensor]) -> Tensor:
-    """Of what `keep` gave: the input as bf16 [T, C]."""
+    """Return the input that `keep` has saved, as bf16 [T, C]."""
     return as_rows(kept[0]) if len(kept) == 1 else dequantize_groupwise(*kept)
 
 
 class FusedModule(nn.Module):
-    """Mix-in before the stock class of a fused module, which keeps its Parameters, hooks and state dict."""
+    """Mix-in before the class of a fused module, which keeps its Parameters, hooks and state dict."""
 
     fp8_producer: Producer
 
@@ -98,12 +98,12 @@ fused_class: Callable[[Any, Any], Any] = functools.cache(
 
 
 def _new(mixin: type[FusedModule], stock: type[nn.Module]) -> FusedModule:
-    """For copies and pickles."""
+    """Return an empty instance, for copies and pickles."""
     cls: type[FusedModule] = fused_class(mixin, stock)
     return cls.__new__(cls)
 
 
 def bf16_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The one positional bf16 tensor that a module was called with; None if it was called otherwise."""
+    """Return the one positional bf16 tensor that a module was called with; None if it was called otherwise."""
     is_plain = len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dtype == torch.bfloat16
     return args[0] if is_plain else None

@@ -1,8 +1,7 @@
-"""Which rows are whose: tokens sorted by expert.
+"""Tokens sorted by expert: the rows of each expert.
 
-Shape suffixes: T tokens, k experts that each of them chose, E experts, P rows, C features. Behind the rows of all
-experts are those of tokens that chose the number E, no expert at all, as some routers let them: their outputs and
-gradients are 0.
+Shape suffixes: T tokens, k experts that each of them chose, E experts, P rows, C features. The last rows are those of
+tokens that chose the number E, no expert at all, as some routers let them: their outputs and gradients are 0.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ class Groups:
     """Rows of each expert, one expert behind the other.
 
     Attributes:
-        ends: int32 [E + 1], of each expert the first row behind its own, then of those that are no expert's.
+        ends: int32 [E + 1], the end of each expert's rows, then of the rows of no expert.
         place: int64 [T k], the row of each token's first expert, second, and so on, then of the next token.
-        order: int64 [T k], the reverse where rows are packed: of each row its index in `place`; else None.
+        order: int64 [T k], the inverse if rows are packed: each row's index in `place`; else None.
         num_choices: k.
     """
 
@@ -39,13 +38,13 @@ class Groups:
 
     @classmethod
     def of(cls, top_k_index: Tensor, num_experts: int, *, is_packed: bool = False) -> Groups:
-        """Nobody waits for anything here.
+        """Sort tokens by expert; the host waits for nothing.
 
         Args:
-            top_k_index: int64 [T, k], of experts; E: none.
+            top_k_index: int64 [T, k], numbers of experts; E stands for none.
             num_experts: E.
-            is_packed: P is T k, which the host knows. Else each expert's rows are followed by zeros up to a multiple of
-                16: along them grad_weight contracts, and the tensor core's product of one expert wants such.
+            is_packed: whether P is T k, which the host knows. Else each expert's rows are padded by zeros to a multiple
+                of 16: grad_weight contracts along them, and the tensor core's product of one expert needs that.
         """
         chosen, order = torch.sort(top_k_index.reshape(-1), stable=True)
         # Not torch.bincount, for which the host waits.
@@ -62,31 +61,31 @@ class Groups:
 
     @functools.cached_property
     def bounds(self) -> tuple[tuple[int, int], ...]:
-        """First and end of each expert's rows, and of those that are no expert's. The host waits for them."""
+        """First row and end of each expert's rows, then of the rows of no expert. The host waits for them."""
         ends = _on_host(self.ends, len(self.place))
         return tuple(zip([0, *ends[:-1]], ends, strict=True))
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """T of the shape suffixes."""
         return len(self.place) // self.num_choices
 
     @property
     def num_rows(self) -> int:
-        """P."""
+        """P of the shape suffixes."""
         return len(self.place) if self.order is not None else self.bounds[-1][1]
 
     def occupied(self) -> Iterator[tuple[int, slice]]:
-        """Experts that have tokens, and their rows."""
+        """Return the experts that have tokens, each with its rows."""
         return ((expert, slice(*bounds)) for expert, bounds in enumerate(self.bounds[:-1]) if bounds[0] < bounds[1])
 
     def joined(self, parts: list[Tensor], like: Tensor, num_features: int) -> Tensor:
-        """[P, C]: of `occupied` each one's [p, C], and zeros in the rows that are no expert's."""
+        """Join the parts [p, C] of the `occupied` experts to [P, C], with zeros in the rows of no expert."""
         start, end = self.bounds[-1]
         return torch.cat([*parts, like.new_zeros(end - start, num_features)])
 
     def spread(self, x_TC: Tensor) -> Tensor:
-        """[P, C]: each token in the rows of its experts, zeros in the others. No autograd; FP8 is moved as bytes."""
+        """Copy each token to its experts' rows, [P, C], others zero; without autograd. FP8 is moved as bytes."""
         if self.order is not None:
             return _as_words(x_TC).index_select(0, self.order // self.num_choices).view(x_TC.dtype)
         bits = x_TC.view(torch.uint8) if x_TC.element_size() == 1 else x_TC
@@ -95,18 +94,18 @@ class Groups:
         return rows.view(x_TC.dtype)
 
     def collect(self, y_PC: Tensor) -> Tensor:
-        """[T, k, C]: of each token the rows that are its own."""
+        """Return each token's own rows, [T, k, C]."""
         return y_PC.index_select(0, self.place).view(self.num_tokens, self.num_choices, y_PC.shape[1])
 
     def add_up(self, y_PC: Tensor) -> Tensor:
-        """[T, C]: of each token the sum of its own rows. No autograd."""
+        """Add up each token's own rows, [T, C]; without autograd."""
         if self.order is None:
             return self.collect(y_PC).sum(1)
         ones = torch.ones(self.num_tokens, self.num_choices, dtype=torch.float32, device=y_PC.device)
         return weighted_sum(y_PC, self.place, ones, y_PC.dtype)
 
     def add_up_weighted(self, y_PC: Tensor, weights_Tk: Tensor, dtype: torch.dtype) -> Tensor:
-        """[T, C] of `dtype`: the same of rows times their weights; where they are not packed, products are rounded."""
+        """Add up each token's rows times their weights, [T, C] of `dtype`; rows not packed have rounded products."""
         if self.order is None:
             return (self.collect(y_PC) * weights_Tk.unsqueeze(-1)).sum(1).to(dtype)
         apply: Any = _WeightedSum.apply  # untyped in torch
@@ -128,7 +127,7 @@ class _WeightedSum(torch.autograd.Function):
 
 
 def _as_words(x: Tensor) -> Tensor:
-    """Bytes as the longest words that there are: indexing moves one at a time."""
+    """View bytes as the longest words that fit: indexing moves one at a time."""
     if x.element_size() > 1:
         return x
     is_even = x.shape[1] % 8 == 0 and x.storage_offset() % 8 == 0
@@ -136,7 +135,7 @@ def _as_words(x: Tensor) -> Tensor:
 
 
 def _on_host(ends: Tensor, num_tokens: int) -> list[int]:
-    """The numbers of `ends`; tensors without numbers (of an estimate) stand for experts with equally many tokens."""
+    """Read `ends`; tensors without numbers (of an estimate) stand for experts with equally many tokens."""
     if not isinstance(ends, FakeTensor):
         return list(ends.tolist())
     num_experts = len(ends) - 1

@@ -20,7 +20,7 @@ backward, on the device; source: benchmarks/results/2026-11-23-layer-table.md.
 
 
 def fp8_layers(model: nn.Module) -> dict[str, Fp8Layer]:
-    """By their names in the plan, in module order: a linear's is its module's, that of experts their parameter's."""
+    """Return FP8 layers by plan name, in module order: linears by module name, experts' weights by parameter name."""
     found: dict[str, Fp8Layer] = {}
     for fqn, module in model.named_modules():
         if isinstance(module, Fp8Linear):

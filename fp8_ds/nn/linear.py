@@ -25,16 +25,16 @@ _AS_A_LEAF = "torch.nn"
 
 
 class KeptWeight(NamedTuple):
-    """What a backward has of a weight that was computed for its forward: what `read_weight` gave, and its dtype."""
+    """A weight that is no Parameter, kept for the backward: what `read_weight` gave, and its dtype."""
 
     as_read: Fp8Weight
     dtype: torch.dtype
 
 
 def read_weight(weight: Tensor | KeptWeight, recipe: Recipe) -> Fp8Weight:
-    """The weight's E4M3 bytes [O, I] as they are now (of a layer that is in bf16, bf16 of its masters).
+    """Return the weight's E4M3 bytes [O, I] as they are now (for a layer in bf16: bf16 of its masters).
 
-    Called in forward and again in backward: under ZeRO-3 the payload is dropped in between and gathered anew.
+    It is called in forward and again in backward: under ZeRO-3 the payload is dropped in between and gathered anew.
 
     Args:
         weight: [O, I]. With a payload holding data: these bytes, no cast. With a payload without data (a stock reader
@@ -49,7 +49,7 @@ def read_weight(weight: Tensor | KeptWeight, recipe: Recipe) -> Fp8Weight:
 
 
 def linear_output(x_fp8: Quantized, weight: Tensor, bias: Tensor | None, recipe: Recipe, dtype: torch.dtype) -> Tensor:
-    """`x W^T + b` in `dtype`, [T, O], of x's rows [T, I]."""
+    """Compute `x W^T + b` in `dtype`, [T, O], from x's rows [T, I]."""
     return recipe.biased_output(x_fp8, read_weight(weight, recipe), bias, dtype)
 
 
@@ -63,15 +63,15 @@ def linear_grads(
     dtype: torch.dtype,
     send: Callable[[Tensor], None] | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of a linear's input and weight.
+    """Compute the gradients of a linear's input and weight.
 
     Args:
         grad: grad_output [T, O], contiguous; or its rows, already quantised as `recipe.grad_scaling` says.
         weight: [O, I], see `read_weight`.
         recipe: of the layer.
-        kept: from `recipe.kept`; None: the weight's gradient is not wanted. Or what makes it, given grad_input: of a
-            recipe that needs no scale of it to quantise `grad`.
-        needs_input: whether the input's is.
+        kept: from `recipe.kept`; None: the weight's gradient is not wanted. It may be a function that makes it from
+            grad_input, if the recipe needs no scale of it to quantise `grad`.
+        needs_input: whether the input's gradient is wanted.
         dtype: of the input's gradient.
         send: called with grad_input [T, I] before the weight's gradient is computed, which a collective may overlap.
 
@@ -102,14 +102,14 @@ def linear_grads(
 
 
 def bias_grad(grad_TO: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of grad_output [T, O] the sum over tokens, in float32; [O] in `dtype`."""
+    """Sum grad_output [T, O] over tokens, in float32; return [O] in `dtype`."""
     return grad_TO.sum(dim=0, dtype=torch.float32).to(dtype)
 
 
 def check_input(input: Tensor, weight: Tensor, num_features: int | None = None) -> None:
     """Refuse an input of another width (ValueError) or dtype (RuntimeError, but under autocast) than the weight's.
 
-    Before the autograd function, for torch 2.11's sake as well: it cannot trace a size that is a symbol when the
+    It is called before the autograd function, also because torch 2.11 cannot trace a size that is a symbol when the
     function begins and a number when it ends, as with one graph a linear and linears of several widths.
 
     Args:
@@ -144,19 +144,19 @@ def replaced_forward(module: nn.Module, is_known: bool = False) -> str | None:
 
 
 def convert_in_place(module: nn.Module, cls: type[nn.Module]) -> None:
-    """`module` is of the class `cls`, which is in FP8, and `torch.fx` calls it by name. See `convert_back`."""
+    """Give `module` the FP8 class `cls`, and let `torch.fx` call it by name. See `convert_back`."""
     module.__class__ = cls
     module.__module__ = _AS_A_LEAF
 
 
 def convert_back(module: nn.Module, cls: Any) -> None:
-    """It is of its stock class `cls` again."""
+    """Give `module` its own class `cls` again."""
     del module.__module__
     module.__class__ = cls
 
 
 class _LinearFunction(torch.autograd.Function):
-    """y = x W^T + b; kept for backward is x in FP8, transposed as grad_weight wants it, its scale_inv, no copy of W.
+    """y = x W^T + b; the backward keeps x in FP8, transposed for grad_weight, and its scale_inv, but no copy of W.
 
     The tensor core reads operands along the contracted dim, so each of x and grad_output is needed in two layouts. Both
     are written where the cast is made, in one read; of x only the one that backward wants is kept, one byte an element.
@@ -193,7 +193,7 @@ class _LinearFunction(torch.autograd.Function):
 
 
 def keep_weight(ctx: Any, weight: Tensor, weight_fp8: Fp8Weight, *, record: bool) -> tuple[Tensor, ...]:
-    """What to save, before all else, of a linear's weight [O, I], read as `weight_fp8`, for `weight_and_input`."""
+    """Return the tensors to save first, of a linear's weight [O, I], read as `weight_fp8`, for `weight_and_input`."""
     # On ctx and not in save_for_backward: non-reentrant checkpointing gives back saved tensors without their
     # Python attributes, and `weight._fp8` is one. The Parameter outlives the graph anyway. A sum with an adapter
     # (PEFT's `target_parameters`) is none: on ctx it would be held through a checkpoint, which frees what is saved.
@@ -207,7 +207,7 @@ def keep_weight(ctx: Any, weight: Tensor, weight_fp8: Fp8Weight, *, record: bool
 
 
 def checked_weights(*weights: tuple[Tensor, bool]) -> tuple[Tensor, ...]:
-    """Weights to be saved, and read from ctx: autograd raises where one was changed before its backward unpacks them.
+    """Return weights to save beside those on ctx: autograd raises if one has changed before its backward unpacks them.
 
     Each comes with whether the backward reads it, as nn.Linear's does for the input's gradient. Weights with a payload
     are left out (see `keep_weight`); it is a ZeRO optimizer or Fp8AdamW that changes them.
@@ -216,7 +216,7 @@ def checked_weights(*weights: tuple[Tensor, bool]) -> tuple[Tensor, ...]:
 
 
 def weight_and_input(ctx: Any, needs_weight: bool) -> tuple[Tensor | KeptWeight, Kept | None]:
-    """For `linear_grads`, what a forward has left to its backward: of `keep_weight`, and of its input if wanted."""
+    """Return the weight and, if wanted, the input that a forward has kept, as `linear_grads` takes them."""
     if ctx.weight is not None:
         kept = ctx.saved_tensors[ctx.num_checked :] if needs_weight or ctx.num_checked else ()
         return ctx.weight, kept if needs_weight else None
@@ -225,17 +225,17 @@ def weight_and_input(ctx: Any, needs_weight: bool) -> tuple[Tensor | KeptWeight,
 
 
 class Fp8Linear(nn.Linear):
-    """An nn.Linear computed in FP8. Made from an existing one by `from_linear`, never constructed.
+    """An nn.Linear computed in FP8; `from_linear` makes it of an existing one.
 
-    Input bf16, fp16 or fp32 [..., in_features], as the weight is (under autocast: cast to its dtype first); the output
-    has the input's dtype. Gradients leave in high precision: the input's in its dtype, the weight's in the weight's.
+    The input is bf16, fp16 or fp32 [..., in_features], as the weight is (autocast casts it first); the output has the
+    input's dtype. Gradients are in high precision: the input's in its dtype, the weight's in the weight's.
 
     Attributes:
-        fp8_recipe: where scales come from, gradient format, GEMM backend.
-        weight_suffix: what the name of its weight has after its own.
+        fp8_recipe: source of scales, gradient format, GEMM backend.
+        weight_suffix: end of the weight's name, after the layer's own.
         is_parallel: whether ranks share its weight's rows or columns, whose gathers move FP8 only.
-        mlp_function: given the linears of a SwiGLU MLP whose gate is one, what computes them at once as
-            `nn.swiglu.swiglu_mlp` does; None where nothing does.
+        mlp_function: given the linears of a SwiGLU MLP whose gate is of this class, returns a function that computes
+            them at once, as `nn.swiglu.swiglu_mlp` does, or None.
     """
 
     fp8_recipe: Recipe
@@ -245,11 +245,11 @@ class Fp8Linear(nn.Linear):
 
     @classmethod
     def from_linear(cls, module: nn.Linear, recipe: Recipe) -> Fp8Linear:
-        """`module` itself, now an Fp8Linear: same object, same Parameters, hooks and state dict.
+        """Convert `module` to an Fp8Linear in place: same object, same Parameters, hooks and state dict.
 
         Args:
             module: exactly an nn.Linear.
-            recipe: of its own (a DelayedRecipe has the slots of one layer).
+            recipe: the layer's own (a DelayedRecipe has the slots of one layer).
 
         Raises:
             ConfigError: `module` is an Fp8Linear already, or of another subclass of nn.Linear; or its forward, or that
@@ -273,11 +273,11 @@ class Fp8Linear(nn.Linear):
         return self.product(input, self.bias)
 
     def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
-        """`input W^T + bias` in FP8, [..., out_features]."""
+        """Compute `input W^T + bias` in FP8, [..., out_features]."""
         return self.computed(self.checked(input, self.weight), bias)
 
     def computed(self, input: Tensor, bias: Tensor | None) -> Tensor:
-        """`product` of an input that is checked."""
+        """Compute `product` of an input that has been checked."""
         apply: Any = _LinearFunction.apply  # untyped in torch
         if torch._C._get_tracing_state():
             return self._traced(apply, input, bias)
@@ -285,7 +285,7 @@ class Fp8Linear(nn.Linear):
         return output
 
     def _traced(self, apply: Any, input: Tensor, bias: Tensor | None) -> Tensor:
-        """For torch.jit.trace, which compares its graph with one that it makes without gradients."""
+        """Compute for torch.jit.trace, which compares its graph with one that it makes without gradients."""
         try:
             output: Tensor = apply(input, self.weight, bias, self.fp8_recipe, True)
         except RuntimeError as error:
@@ -299,7 +299,7 @@ class Fp8Linear(nn.Linear):
 
     @staticmethod
     def checked(input: Tensor, weight: Tensor, num_features: int | None = None) -> Tensor:
-        """`input` in the dtype of an active autocast; as `check_input`, and ValueError where it cannot be quantised."""
+        """Return `input` in an active autocast's dtype; raise as `check_input`, and ValueError for a wrong dtype."""
         check_input(input, weight, num_features)
         if input.dtype not in _INPUT_DTYPES:
             raise ValueError(
@@ -310,7 +310,7 @@ class Fp8Linear(nn.Linear):
         return input
 
     def revert(self) -> None:
-        """Afterwards it is of the class that `from_linear` was given, with the same Parameters."""
+        """Give the layer the class that `from_linear` was given again, with the same Parameters."""
         del self.fp8_recipe
         convert_back(self, nn.Linear)
 
@@ -320,7 +320,7 @@ class Fp8Linear(nn.Linear):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles, whose weight is a Parameter in its nominal dtype."""
+        """Return the state for copies and pickles, whose weight is a Parameter in its nominal dtype."""
         return {**self.__dict__, "copied": copied_scales(self.weight, self.fp8_recipe)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -333,26 +333,26 @@ class Fp8Linear(nn.Linear):
 
 
 def conv1d_class() -> type[nn.Module] | None:
-    """transformers' Conv1D; None where nobody has imported it, so that there is no such layer."""
+    """Return transformers' Conv1D; None if nobody has imported it, so that there is no such layer."""
     found: type[nn.Module] | None = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
     return found
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is exactly a Conv1D, or one in FP8."""
+    """Whether `module` is exactly a Conv1D, or one in FP8."""
     return type(module) in (conv1d_class(), Fp8Conv1D)
 
 
 class Fp8Conv1D(Fp8Linear):
     """transformers' Conv1D, the linear of GPT-2, in FP8: its weight and the gradient are [I, O], input features first.
 
-    One scale for the whole weight does not mind how it lies, and a GEMM reads either layout. Scales of rows or blocks
-    would be those of input features, along which `output` contracts: layers with such recipes stay in bf16.
+    One scale for the whole weight suits either layout, and so does a GEMM. Scales of rows or blocks would be those of
+    input features, along which `output` contracts: layers with such recipes stay in bf16.
     """
 
     @classmethod
     def from_linear(cls, module: nn.Module, recipe: Recipe) -> Fp8Conv1D:
-        """As of an nn.Linear; the recipe has one scale for the weight, which it reads as it is stored from now on."""
+        """Convert a Conv1D in place; the recipe, with one scale for the weight, then reads it as it is stored."""
         weight: Any = module.weight
         convert_in_place(module, cls)
         assert isinstance(module, Fp8Conv1D)

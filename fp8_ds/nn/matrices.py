@@ -18,8 +18,8 @@ _NUM_KINDS_SHOWN = 4
 
 @dataclass(frozen=True)
 class OtherMatrices:
-    """What a plan leaves in bf16 without a row for it: class and number of the modules that hold such matrices, those
-    of most weights first; how many elements these have, and all parameters."""
+    """Matrices that a plan leaves in bf16 without a row: classes and numbers of the modules that hold them, those of
+    most weights first; the number of elements in them, and in all parameters."""
 
     kinds: tuple[tuple[str, int], ...]
     numel: int
@@ -27,7 +27,7 @@ class OtherMatrices:
 
     @classmethod
     def of(cls, model: nn.Module, foreign: Collection[type[nn.Module]] = ()) -> OtherMatrices:
-        """Those of `model`; as `other_matrices`."""
+        """Count what `other_matrices` yields for `model`."""
         modules: dict[str, set[int]] = {}
         numels: Counter[str] = Counter()
         seen: set[int] = set()
@@ -43,7 +43,7 @@ class OtherMatrices:
         return 100.0 * numel / max(self.numel_model, 1)
 
     def describe(self) -> str:
-        """`2 MixtralExperts, 2 MixtralTopKRouter`; empty where there are none."""
+        """Return a text such as `2 MixtralExperts, 2 MixtralTopKRouter`; empty if there are none."""
         names = [f"{number} {kind}" for kind, number in self.kinds[:_NUM_KINDS_SHOWN]]
         if len(self.kinds) > _NUM_KINDS_SHOWN:
             names.append(f"{sum(number for _, number in self.kinds[_NUM_KINDS_SHOWN:])} more")
@@ -53,9 +53,9 @@ class OtherMatrices:
 def other_matrices(
     model: nn.Module, foreign: Collection[type[nn.Module]] = ()
 ) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Name and module, and name and Parameter in it, of each floating-point matrix, or stack of them, of other classes.
+    """Yield module name, module, parameter name and Parameter of each float matrix, or stack, of other classes.
 
-    Embeddings look up rows and are none, nor is a weight that is tied to one; `foreign` classes are linears.
+    Embeddings look up rows and are left out, as are weights tied to one; `foreign` classes are linears.
     """
     embeddings = [module for module in model.modules() if _is_embedding(module)]
     lookups = {id(p) for module in embeddings for p in module.parameters(recurse=False)}
@@ -75,16 +75,16 @@ def is_layer(module: nn.Module, foreign: Collection[type[nn.Module]] = ()) -> bo
 
 
 def kind_of(module: nn.Module) -> str:
-    """Its class, and in what experts that are not as Mixtral's differ from these."""
+    """Return the class name and, for experts unlike Mixtral's, in what they differ."""
     reason = why_not(module)
     return type(module).__name__ + (f" ({reason})" if reason else "")
 
 
 def full_shape(p: Any) -> torch.Size:
-    """deepspeed.zero.Init leaves an empty tensor and the true shape in ds_shape."""
+    """Return the true shape, which deepspeed.zero.Init leaves in ds_shape, beside an empty tensor."""
     return torch.Size(getattr(p, "ds_shape", p.shape))
 
 
 def _is_embedding(module: nn.Module) -> bool:
-    """AutoTP's and those of vision models are of other classes, by such names."""
+    """Whether `module` is an embedding, by class or name: AutoTP and vision models have other classes."""
     return isinstance(module, nn.Embedding) or "Embedding" in type(module).__name__

@@ -36,7 +36,7 @@ _TRANSFORMERS_SILU = ("transformers.activations", "SiLUActivation")
 
 @dataclass(frozen=True)
 class SwigluParts:
-    """Names of an MLP's linears, and attributes on the way to its activation; none: that is a name in the source."""
+    """Names of an MLP's linears, and the attribute path of its activation; empty if the source names a global."""
 
     gate: str
     up: str
@@ -45,7 +45,7 @@ class SwigluParts:
 
 
 class _ProductFunction(torch.autograd.Function):
-    """`silu(gate) * up`, rounded where eager bf16 rounds; kept for backward are gate and up, as they are or in FP8."""
+    """`silu(gate) * up`, rounded where eager bf16 rounds; the backward keeps gate and up, as they are or in FP8."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, nonlinear: Nonlinear, recipe: Recipe, record: bool) -> Any:
@@ -68,10 +68,10 @@ class _ProductFunction(torch.autograd.Function):
 class FusedSwiglu(FusedModule):
     """Mix-in before the class of a SwiGLU MLP.
 
-    It is one function of its input and weights (nn/swiglu.py), in eager and in a graph of torch.compile; its linears
-    and its activation are not called as modules then. Where that would leave something out (see `is_one_function`) the
-    linears are called and the activation is not, or in a graph the stock module is. It is the stock module too under
-    autocast, where its last linear is not in FP8, where its activation is no SiLU any more, where all modules have a
+    The forward is one function of its input and weights (nn/swiglu.py), in eager and in a graph of torch.compile, which
+    does not call its linears and activation as modules. If that would leave something out (see `is_one_function`), it
+    calls the linears and not the activation, or in a graph the class's own forward. It calls the class's own forward
+    also under autocast, if the last linear is not in FP8, if the activation is no SiLU any more, if all modules have a
     hook, and with anything but one bf16 tensor.
     """
 
@@ -79,13 +79,13 @@ class FusedSwiglu(FusedModule):
 
     @classmethod
     def from_mlp(cls, module: nn.Module, parts: SwigluParts, producer: Producer) -> None:
-        """`module` is fused afterwards: the same object, Parameters, hooks and state dict. See `parts_of`."""
+        """Fuse `module` in place: same object, Parameters, hooks and state dict. See `parts_of`."""
         module.__class__ = fused_class(cls, type(module))
         assert isinstance(module, FusedSwiglu)
         module.fp8_parts, module.fp8_producer = parts, producer
 
     def fp8_function(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Tensor] | None:
-        """What computes all of it at once, if it is called with these; None: its linears are called."""
+        """Return the function that computes all of it at once for these arguments; None: its linears are called."""
         return None if self._argument(args, kwargs) is None else _function_of(self._linears())
 
     def _argument(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -121,7 +121,7 @@ def _function_of(linears: Sequence[Any]) -> Callable[..., Tensor] | None:
 
 
 def parts_of(module: nn.Module) -> SwigluParts | str:
-    """Its linears, if the source of its forward is `down(silu(gate(x)) * up(x))`; or why it is not seen to be."""
+    """Return its linears if the source of its forward is `down(silu(gate(x)) * up(x))`; else why that is not seen."""
     function: Any = type(module).forward
     if "forward" in vars(module):
         return "its forward was replaced"
@@ -143,22 +143,22 @@ def parts_of(module: nn.Module) -> SwigluParts | str:
 
 
 def _swiglu(text: str, me: str, x: str) -> re.Match[str] | None:
-    """Names of its parts, if `text` returns a SwiGLU of `x` by attributes of `me`."""
+    """Match the names of its parts, if `text` returns a SwiGLU of `x` by attributes of `me`."""
     gate, up = rf"(?P<activation>[\w.]+)\({me}\.(?P<gate>\w+)\({x}\)\)", rf"{me}\.(?P<up>\w+)\({x}\)"
     forms = (rf"return {me}\.(?P<down>\w+)\({one} \* {other}\)" for one, other in ((gate, up), (up, gate)))
     return next((found for form in forms if (found := re.fullmatch(form, text))), None)
 
 
 def _attribute(owner: Any, path: Sequence[str]) -> Any:
-    """None if it is not there."""
+    """Follow `path` from `owner`; None if it is not there."""
     for name in path:
         owner = getattr(owner, name, None)
     return owner
 
 
 def _is_silu(activation: Any) -> bool:
-    """Whether it is SiLU whatever its state: by identity or class, for another's values may change with a buffer, or
-    with `training`."""
+    """Whether it is SiLU in any state: by identity or class, since another's values may change with a buffer, or with
+    `training`."""
     if not isinstance(activation, nn.Module):
         return activation is silu
     kind = type(activation)
@@ -167,7 +167,7 @@ def _is_silu(activation: Any) -> bool:
 
 
 def computes_silu(activation: Any) -> bool:
-    """Whether calling it is computing SiLU, and nothing else."""
+    """Whether calling `activation` computes SiLU, and nothing else."""
     return _is_silu(activation) and not _has_hooks(activation) and not calls_more()
 
 

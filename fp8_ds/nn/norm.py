@@ -15,14 +15,14 @@ from fp8_ds.ops.rmsnorm import MAX_COLS, Rounding, reference, rmsnorm, rmsnorm_b
 
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 _PROBE_SCALES = (1.0, 1e-4, 1e-2, 30.0)
-"""Of the probe's rows, in turn. Next to the squares of the second, eps is the larger."""
+"""Scales of the probe's rows, in turn. Next to the squares of the second, eps is the larger."""
 _MAX_SHARE = 2e-3
-"""Of probe values that may lie one bf16 step off: sums have another order, and the wrong rounding is off in 5 % and
-more."""
+"""Share of probe values that may be one bf16 step off: sums have another order, and the wrong rounding is off in 5 %
+and more."""
 
 
 class _RMSNormFunction(torch.autograd.Function):
-    """`x * rstd * weight`; kept for backward is x, as it is or in FP8, and rstd."""
+    """`x * rstd * weight`; the backward keeps x, as it is or in FP8, and rstd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, module: FusedRMSNorm, recipe: Recipe, record: bool) -> Any:
@@ -43,7 +43,7 @@ class _RMSNormFunction(torch.autograd.Function):
 
 
 class _TracedFunction(torch.autograd.Function):
-    """The same in operators that a graph fuses with those around them, its output in bf16; x is kept in FP8."""
+    """RMSNorm in operators that a graph fuses with those around them, its output in bf16; x is kept in FP8."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, twice: bool) -> Tensor:
@@ -67,8 +67,8 @@ class _TracedFunction(torch.autograd.Function):
 class FusedRMSNorm(FusedModule):
     """Mix-in before the class of an RMSNorm.
 
-    It is the stock module where none of its readers is in FP8, and with anything but one bf16 tensor and a bf16 weight.
-    Under torch.compile, which fuses it by itself, too, unless its input is to be kept in FP8.
+    The forward is the class's own if none of its readers is in FP8, with anything but one bf16 tensor and a bf16
+    weight, and under torch.compile, which fuses it by itself, unless its input is to be kept in FP8.
     """
 
     fp8_eps: float
@@ -76,7 +76,7 @@ class FusedRMSNorm(FusedModule):
 
     @classmethod
     def from_norm(cls, module: nn.Module, arithmetic: tuple[float, Rounding], producer: Producer) -> None:
-        """`module` is fused afterwards: the same object, Parameters, hooks and state dict. See `arithmetic_of`."""
+        """Fuse `module` in place: same object, Parameters, hooks and state dict. See `arithmetic_of`."""
         module.__class__ = fused_class(cls, type(module))
         assert isinstance(module, FusedRMSNorm)
         (module.fp8_eps, module.fp8_rounding), module.fp8_producer = arithmetic, producer
@@ -98,14 +98,14 @@ class FusedRMSNorm(FusedModule):
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """It has a vector to multiply with, an epsilon, and nothing else: a norm without a bias, or something like it."""
+    """Whether `module` has a weight vector, an epsilon, and nothing else: a norm without a bias, or the like."""
     names = [name for name, p in module._parameters.items() if p is not None]
     has_eps = any(hasattr(module, name) for name in _EPS_NAMES)
     return names == ["weight"] and not module._modules and not module._buffers and has_eps
 
 
 def arithmetic_of(module: nn.Module) -> tuple[float, Rounding] | str:
-    """(eps, rounding) with which `rmsnorm` computes what a candidate computes on a probe; or why it does not."""
+    """Return (eps, rounding) with which `rmsnorm` gives a candidate's results on a probe; or why it does not."""
     if "forward" in vars(module):
         return "its forward was replaced"
     weight = module._parameters["weight"]
@@ -131,7 +131,7 @@ def arithmetic_of(module: nn.Module) -> tuple[float, Rounding] | str:
 
 
 def _probe(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Input [T, width] and weight, bf16: rows where eps weighs, a large element, negative weights."""
+    """Return an input [T, width] and a weight, bf16: rows where eps weighs, a large element, negative weights."""
     generator = torch.Generator().manual_seed(0)
     scales = torch.tensor(_PROBE_SCALES, dtype=torch.float32).repeat(-(-1024 // width))
     rows = torch.randn(len(scales), width, dtype=torch.float32, generator=generator) * scales[:, None]
@@ -141,7 +141,7 @@ def _probe(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _call(module: nn.Module, weight: Tensor, x: Tensor) -> Any:
-    """The forward of the module's class with that weight, without hooks, on a shell that shares all else."""
+    """Run the forward of the module's class with that weight, without hooks, on a shell that shares all else."""
     shell = object.__new__(type(module))
     vars(shell).update(vars(module))
     vars(shell)["_parameters"] = dict.fromkeys(module._parameters) | {"weight": weight}
@@ -150,7 +150,7 @@ def _call(module: nn.Module, weight: Tensor, x: Tensor) -> Any:
 
 
 def _candidate_eps(module: nn.Module) -> list[float]:
-    """Numbers that its attributes name; for None, torch's defaults, which differ between versions."""
+    """Return the numbers that its attributes name; for None, torch's defaults, which differ between versions."""
     values = [getattr(module, name) for name in _EPS_NAMES if hasattr(module, name)]
     if None in values:
         return [torch.finfo(dtype).eps for dtype in (torch.float32, torch.bfloat16)]

@@ -69,7 +69,7 @@ def has_payload(tensor: Any) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _name_of(func: Any) -> str:
-    """A function's name; in a graph, where it is no string, too."""
+    """Return a function's name, also in a graph, where it is no string."""
     return getattr(func, "__name__", "")
 
 
@@ -101,9 +101,9 @@ class _Unpack:
 
 
 def keep_values_in_hooks() -> None:
-    """The hooks on saved tensors that are active now hand back values of FP8 weights; until their `with` ends.
+    """Make the hooks on saved tensors that are active now hand back values of FP8 weights, until their `with` ends.
 
-    Called where a weight is read, for a Function may save it next, and where an engine's forward begins.
+    It is called where a weight is read, since a Function may save it next, and where an engine's forward begins.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is not None and not isinstance(hooks[1], _Unpack):
@@ -112,7 +112,7 @@ def keep_values_in_hooks() -> None:
 
 
 class Fp8Parameter(nn.Parameter):
-    """See the module's docstring. Without a payload it behaves as `nn.Parameter`."""
+    """A Parameter with an FP8 payload (see the module's docstring). Without one it behaves as `nn.Parameter`."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -166,7 +166,7 @@ class Fp8Parameter(nn.Parameter):
         return super().share_memory_()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A plain Parameter with the true values: a copy has no shards and no owner; its layer's has the scales."""
+        """Return a plain Parameter with the true values: a copy has no shards or owner; its layer's has the scales."""
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(plain(self.data).clone(), self.requires_grad)
         copied: nn.Parameter = memo[id(self)]
@@ -177,7 +177,7 @@ class Fp8Parameter(nn.Parameter):
 
 
 def retype(p: Any, payload: Any) -> None:
-    """`p` is what the `Fp8Payload` holds, or will hold, and lets go of its bf16 data; its hooks and lists stay."""
+    """Make `p` the Fp8Parameter of an `Fp8Payload`: it lets go of its bf16 data; its hooks and lists stay."""
     p._fp8 = payload
     p.data = payload.nominal(p.shape)
     p.__class__ = Fp8Parameter
@@ -188,7 +188,7 @@ def _write_data(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_bookkeeping(name: str, args: Any, kwargs: Any) -> bool:
-    """Whether a function reads no value; with other arguments these do.
+    """Whether a function, which may read values with other arguments, reads none with these.
 
     `p.expand_as(p)` and `p.view_as(p)` fetch the AccumulateGrad node (DeepSpeed does for every parameter in every
     backward, by torch.autograd.graph); without gradients, as in the forward of a Function that returns `p.view_as(p)`,
@@ -204,9 +204,9 @@ def _as_true_value(x: Any) -> Any:
 
 
 def _as_kept_value(x: Any) -> Any:
-    """As `_as_true_value`; a weight that a stock reader has gathered in bf16 becomes an alias for autograd to keep.
+    """Convert as `_as_true_value`; a weight gathered in bf16 becomes an alias for autograd to keep.
 
-    Kept for backward as itself it would be NaN there: by then ZeRO-3 may have fetched it again, in FP8.
+    The weight itself, kept for backward, would be NaN there: by then ZeRO-3 may have fetched it again, in FP8.
     """
     if not isinstance(x, Fp8Parameter) or has_payload(x):
         return _as_true_value(x)
@@ -215,7 +215,7 @@ def _as_kept_value(x: Any) -> Any:
 
 
 def _set_data(weight: Any, value: Tensor) -> None:
-    """`weight.data = value` by somebody else: ZeRO-3 frees the weight, or a user writes it."""
+    """Assign `weight.data = value` for ZeRO-3, which frees the weight, or a user, who writes it."""
     value = plain(_as_true_value(value))  # of another weight in FP8, or this one, the nominal data is NaN
     if value.shape != weight.shape and weight._fp8.write is None:
         weight._fp8.data = None
@@ -226,7 +226,7 @@ def _set_data(weight: Any, value: Tensor) -> None:
 
 
 def _is_as_read(weight: Any, value: Tensor) -> bool:
-    """Whether `value` is what `weight` gives a reader, as `module.to(...)` assigns it where nothing is to cast."""
+    """Whether `value` is what `weight` gives a reader, as `module.to(...)` assigns it if nothing is to be cast."""
     if weight._fp8.export is not None:
         return False
     read = weight._fp8.dequantize()

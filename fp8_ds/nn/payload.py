@@ -19,7 +19,7 @@ class Fp8Payload:
         name: the weight's name in the model, for messages.
         scale: the weight's grid (scaling/granularity.py), float32 on the weight's device, multiplies to enter FP8. Like
             `scale_inv` a view into the ZeRO optimizer's scale vector, which each step changes in place.
-        scale_inv: likewise, multiplies to leave FP8.
+        scale_inv: of the same shape and kind, multiplies to leave FP8.
         dtype: nominal dtype of the Parameter (bf16), the dtype that readers get.
         device: where the placeholder lives.
 
@@ -33,7 +33,7 @@ class Fp8Payload:
         has_master: whether what is written is kept in more bits somewhere; a frozen weight's is not in ZeRO-1/2.
         export: while set, readers get this tensor instead of de-quantised bytes.
         hp: while the layer computes in bf16 under ZeRO-1/2, its weight: bf16 of the master, full shape.
-        version: another after each step, load and write of ZeRO-1/2; reads of the values before are old then.
+        version: changes with each step, load and write of ZeRO-1/2; values read before are old then.
     """
 
     __slots__ = (
@@ -81,16 +81,16 @@ class Fp8Payload:
         self._bytes.data = self._no_bytes if value is None else value
 
     def dequantize(self) -> Tensor:
-        """The gathered weight in its nominal dtype, full shape; a new tensor."""
+        """Return the gathered weight in its nominal dtype, full shape; a new tensor."""
         if self.hp is not None:
             return self.hp.clone()
         assert self.data is not None, f"{self.name} is not gathered"
         return (self.data.float() * per_element(self.scale_inv, self.data.shape)).to(self.dtype)
 
     def quantize(self, weight: Tensor) -> Tensor:
-        """`weight` (hp, full shape) by the scales as they are."""
+        """Quantize `weight` (hp, full shape) by the scales as they are."""
         return quantize(weight, per_element(self.scale, weight.shape), E4M3)
 
     def nominal(self, shape: torch.Size) -> Tensor:
-        """NaN of `shape` at the cost of one element."""
+        """Return NaN of `shape` at the cost of one element."""
         return self.placeholder.expand(shape) if shape else self.placeholder.view(())

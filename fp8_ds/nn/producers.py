@@ -1,4 +1,4 @@
-"""Which modules hand FP8 to the linears after them: the choice, its text, and its application."""
+"""Modules that hand FP8 to the linears after them: the choice, its text, and its application."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Fusion:
     left: list[tuple[str, str]]
 
     def describe(self) -> str:
-        """One line: what is fused, and what is left with the reason."""
+        """Say in one line what is fused, and what is left with the reason."""
         if not self.fused and not self.left:
             return f"fp8: fused nothing: no RMSNorm and no SwiGLU was found ({_RECOGNISED})"
         counts = [(self.fused.count(kind), kind) for kind in (_NORM, _SWIGLU)]
@@ -47,7 +47,7 @@ class Fusion:
 def fuse_producers(model: nn.Module, activations: ActivationsConfig) -> Fusion:
     """Fuse the RMSNorms and SwiGLUs that FP8 linears read with the cast; all else is untouched.
 
-    It is for before DeepSpeed has put its hooks on the model, one of which would leave a SwiGLU alone.
+    Call it before DeepSpeed puts its hooks on the model: a SwiGLU with a hook is left alone.
 
     Raises:
         ConfigError: the model is fused already.

@@ -31,7 +31,7 @@ class Quantized:
     slot: AmaxSlot | None = None
 
     def with_columns(self) -> Quantized:
-        """The same with `columns`: the bytes of `rows`, transposed, where they are missing."""
+        """Return the matrix with `columns`: the bytes of `rows`, transposed, if they are missing."""
         if self.columns is not None:
             return self
         assert self.rows is not None

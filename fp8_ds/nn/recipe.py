@@ -1,4 +1,4 @@
-"""How a linear enters FP8: one object per layer, chosen when the layer is converted.
+"""Recipes by which a linear enters FP8: one object per layer, chosen when the layer is converted.
 
 All recipes are, with T tokens,
 
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 
 
 _GRAD_FORMATS = {name: replace(fmt) for name, fmt in BY_NAME.items()}
-"""Equal to the constants, and other objects. torch.compile (2.11 to 2.13, `make_dupe_guard` in torch/_dynamo/guards.py)
-has no guard on what an argument holds if that is also a constant of a module: the graph of a layer whose gradients are
-in E4M3 would serve one whose gradients are in E5M2."""
+"""Formats equal to the constants, but other objects. torch.compile (2.11 to 2.13, `make_dupe_guard` in
+torch/_dynamo/guards.py) has no guard on what an argument holds if that is also a constant of a module: the graph of a
+layer whose gradients are in E4M3 would serve one whose gradients are in E5M2."""
 
 
 _COPY_TRAINS = (
@@ -60,7 +60,7 @@ _COPY_TRAINS = (
 
 
 Kept = tuple[Tensor, ...]
-"""What grad_weight needs of the input: saved from forward to backward."""
+"""Tensors of the input that grad_weight needs, saved from forward to backward."""
 
 
 class Fp8Weight(NamedTuple):
@@ -70,7 +70,7 @@ class Fp8Weight(NamedTuple):
     scale_inv: Tensor
 
     def transposed(self) -> Tensor:
-        """[I, O], the contracted dim of grad_input last."""
+        """Return the bytes as [I, O], the contracted dim of grad_input last."""
         return transpose(self.data) if self.data.is_contiguous() else self.data.t()
 
 
@@ -82,7 +82,7 @@ class Recipe(ABC):
         needs_grad_columns: whether `grad_weight` multiplies the quantised grad_output.
         is_fp8: whether its GEMMs run in FP8.
         is_turned: whether the layer's weight is stored [I, O], and its gradient, too (`Fp8Conv1D`).
-        copied: of a layer of a copied model, by which its weight is quantised (`copied_scales`); else None.
+        copied: scales that quantise the weight in a layer of a copied model (`copied_scales`); else None.
     """
 
     name: str
@@ -99,19 +99,19 @@ class Recipe(ABC):
         self.shared = shared
 
     def describe(self) -> str:
-        """For `print(model)`."""
+        """Return the text for `print(model)`."""
         fast = "+".join(self.fast_gemms) or "none"
         return f"fp8={self.name}, grad={self.grad_format.name}, backend={self.backend}, fast={fast}"
 
     def product(
         self, gemm: Gemm, a_fp8: Tensor, b_fp8: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        """`scaled_mm` by this layer's backend, with the accumulation that it has for `gemm`."""
+        """Call `scaled_mm` by this layer's backend, with the accumulation that it has for `gemm`."""
         fast = gemm in self.fast_gemms
         return scaled_mm(a_fp8, b_fp8, scale_inv_a, scale_inv_b, dtype, self.backend, use_fast_accum=fast)
 
     def read_weight(self, weight: Tensor) -> Fp8Weight:
-        """See nn/linear.py."""
+        """Read the weight, see nn/linear.py."""
         payload: Fp8Payload | None = getattr(weight, "_fp8", None)
         if payload is None and self.copied is not None and self.copied.fit(weight):
             return Fp8Weight(*self.copied.quantize(weight.detach()))
@@ -125,7 +125,7 @@ class Recipe(ABC):
             return Fp8Weight(payload.quantize(weight.detach()), payload.scale_inv)
 
     def quantize_input(self, x: Tensor, *, needs_columns: bool, record: bool) -> Quantized:
-        """The layer's input [..., I] in E4M3, [T, I]: its rows, for the output, and its columns, for grad_weight.
+        """Quantize the layer's input [..., I] to E4M3 [T, I]: rows for the output, columns for grad_weight.
 
         `record`: whether this is a training forward.
         """
@@ -135,34 +135,34 @@ class Recipe(ABC):
         return self.shared.quantize(x, needs_columns, quantize, self._complete, self._epoch(record))
 
     def offer(self, x: Tensor, x_fp8: Quantized, *, record: bool) -> None:
-        """A producer of `x` has quantised it already, as `producer_scaling` says: layers that read `x` take that."""
+        """Give layers that read `x` what its producer has quantised, as `producer_scaling` says."""
         if self.shared is not None:
             self.shared.offer(x, x_fp8, self._epoch(record))
 
     def adopt(self, x: Tensor, x_fp8: Quantized, *, record: bool) -> Quantized:
-        """The layer's input `x` as another layer with this kind of recipe, or a producer, has quantised it."""
+        """Return the input `x` as another layer with this kind of recipe, or a producer, has quantised it."""
         return x_fp8
 
     def producer_scaling(self) -> Scaling | None:
-        """How a fused producer of this layer's input quantises it; None: it leaves that to the layer."""
+        """Return how a fused producer of this layer's input quantises it; None: it leaves that to the layer."""
         return None
 
     def scaling_without_hp(self) -> Scaling | None:
-        """`producer_scaling` of a producer that writes no bf16; None: the layer has to see bf16."""
+        """Return `producer_scaling` for a producer that writes no bf16; None: the layer has to see bf16."""
         return self.producer_scaling()
 
     def grad_scaling(self) -> Scaling | None:
-        """How a fused producer of grad_output quantises it, in `grad_format`; None: it leaves that to the layer."""
+        """Return how a fused producer of grad_output quantises it to `grad_format`; None: the layer does that."""
         return None
 
     def kept(self, x: Tensor, x_fp8: Quantized) -> Kept:
-        """See `Kept`."""
+        """Return what grad_weight needs of the input."""
         assert x_fp8.columns is not None
         return x_fp8.columns, x_fp8.scale_inv
 
     @abstractmethod
     def quantize_weight(self, weight: Tensor) -> Fp8Weight:
-        """A weight without a payload (no ZeRO): current scaling. [O, I]."""
+        """Quantize a weight [O, I] without a payload (no ZeRO), by current scaling."""
 
     @abstractmethod
     def _quantize_input(self, x: Tensor, needs_columns: bool, record: bool) -> Quantized: ...
@@ -171,12 +171,12 @@ class Recipe(ABC):
         return x_fp8.with_columns()
 
     def _epoch(self, record: bool) -> object:
-        """Inputs quantised in another epoch are quantised again."""
+        """Return the epoch; inputs quantised in another one are quantised again."""
         return None
 
     @abstractmethod
     def quantize_grad_output(self, grad_TO: Tensor, weight: Fp8Weight | None, kept: Kept | None) -> Quantized:
-        """grad_output [T, O], contiguous, in the configured gradient format.
+        """Quantize grad_output [T, O], contiguous, to the configured gradient format.
 
         Args:
             weight: what grad_input multiplies its rows with; None if it is not wanted.
@@ -184,38 +184,38 @@ class Recipe(ABC):
         """
 
     def output(self, x_fp8: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
-        """[T, O], by one scale for all or one for each row of either operand."""
+        """Compute the output, [T, O], by one scale for all or one for each row of either operand."""
         assert x_fp8.rows is not None
         return self.product("output", x_fp8.rows, weight.data, x_fp8.scale_inv, weight.scale_inv, dtype)
 
     def biased_output(self, x_fp8: Quantized, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """`output`, with `bias` [O] added."""
+        """Compute `output` with `bias` [O] added."""
         output_TO = self.output(x_fp8, weight, dtype)
         return output_TO if bias is None else output_TO + bias.to(dtype)
 
     @abstractmethod
     def grad_input(self, grad_fp8: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
-        """[T, I]."""
+        """Compute grad_input, [T, I]."""
 
     @property
     def parts(self) -> Recipe:
-        """The same for products of parts of what is counted as a whole, of experts: a monitor sees none of them."""
+        """Recipe for products of parts, of experts, that are counted as a whole: a monitor sees none of them."""
         return self
 
     def move(self, device: torch.device) -> None:  # noqa: B027  # most have nothing to move
-        """The layer's weight is on `device` now: so is what a copy has with it."""
+        """Follow the layer's weight to `device`, with what a copy has beside it."""
 
     def count_whole(self, x_fp8: Quantized, weight: Fp8Weight) -> None:  # noqa: B027  # most have nothing to do
-        """A monitor counts the codes of an input and a weight of which `parts.output` multiplies parts."""
+        """Let a monitor count the codes of an input and a weight of which `parts.output` multiplies parts."""
 
     def grad_rows(self, grad_fp8: Quantized) -> Tensor:
-        """[T, O], codes of grad_output for a `grad_input` that is not this recipe's own: the monitor sees them here."""
+        """Return codes [T, O] of grad_output for a `grad_input` that is not the recipe's own; the monitor sees them."""
         assert grad_fp8.rows is not None
         return grad_fp8.rows
 
     @abstractmethod
     def grad_weight(self, grad_fp8: Quantized, grad_TO: Tensor | None, kept: Kept, dtype: torch.dtype) -> Tensor:
-        """[O, I], or as the weight is stored; grad_TO is None where a producer has quantised it (`grad_scaling`)."""
+        """Compute grad_weight, [O, I] or as the weight is stored; without grad_TO if a producer has quantised it."""
 
 
 class TensorwiseRecipe(Recipe):
@@ -252,15 +252,15 @@ class TensorwiseRecipe(Recipe):
 
 
 class DelayedRecipe(TensorwiseRecipe):
-    """Scales from an AmaxHistory, this step's amaxes maximumed into it; until its first update as tensorwise.
+    """Scales from an AmaxHistory, which this step's amaxes enter; until its first update as tensorwise.
 
     A slot that saw no tensor before the first update has scale 1 until the update after its first use. Layers that
     share an input have seen the same amaxes, so their scales are the same: the first one's planes serve all.
 
     Attributes:
         history: shared by all layers.
-        slot_x: the layer's input in it.
-        slot_grad: its grad_output.
+        slot_x: slot of the layer's input.
+        slot_grad: slot of its grad_output.
         leader: the slot of the first of several layers that read the same input; its scale equals this layer's. In a
             graph all of them quantise by it: equal ops of equal arguments, of which one is left. None: it is not known
             who else reads the input.
@@ -286,7 +286,7 @@ class DelayedRecipe(TensorwiseRecipe):
         return self.slot_x if self.history.ready else "tensorwise"
 
     def scaling_without_hp(self) -> Scaling | None:
-        """Until there is a scale, the amax is recorded from bf16."""
+        """Return None until there is a scale: the amax is recorded from bf16."""
         return self.producer_scaling() if self.history.ready else None
 
     def grad_scaling(self) -> Scaling | None:
@@ -328,7 +328,7 @@ class DelayedRecipe(TensorwiseRecipe):
         return _delayed(as_matrix(x), self.slot_x, E4M3, record, True, needs_columns)
 
     def _epoch(self, record: bool) -> object:
-        """With each update scales change, and what was recorded before counts no more."""
+        """Return the number of updates and `record`: each update changes the scales, and old records do not count."""
         return self.history.num_updates, record
 
     def quantize_grad_output(self, grad_TO: Tensor, weight: Fp8Weight | None, kept: Kept | None) -> Quantized:
@@ -342,7 +342,7 @@ class DelayedRecipe(TensorwiseRecipe):
 
 
 def copied_scales(weight: Any, recipe: Recipe) -> CopiedScales | None:
-    """For the `copied` of a copy of a layer of an engine, or of a copy; None: it is in bf16, or its weight not here."""
+    """Return `copied` for a copy of an engine's layer, or of a copy; None: it is in bf16, or its weight is not here."""
     payload: Fp8Payload | None = getattr(weight, "_fp8", None)
     if payload is None:
         return recipe.copied
@@ -353,7 +353,7 @@ def copied_scales(weight: Any, recipe: Recipe) -> CopiedScales | None:
 
 
 def refuse_released(weight: Any) -> None:
-    """Raises UnsupportedError where `weight`, which has a payload, is neither gathered in FP8 nor in bf16."""
+    """Raise UnsupportedError if `weight`, which has a payload, is gathered neither in FP8 nor in bf16."""
     if weight.numel() == 0:
         raise UnsupportedError(
             f"{weight._fp8.name}: expected a weight that is gathered, got one that ZeRO-3 has released. It is there "
@@ -363,12 +363,12 @@ def refuse_released(weight: Any) -> None:
 
 
 def _slot_again(slot: AmaxSlot | None) -> Any:
-    """Its entries where its history has them now."""
+    """Return the slot where its history has it now."""
     return slot if slot is None or slot.origin is None else slot.origin[0].slot(slot.origin[1])
 
 
 def as_matrix(x: Tensor) -> Tensor:
-    """[..., C] as [T, C], contiguous."""
+    """Return [..., C] as [T, C], contiguous."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous()
 
 

@@ -1,8 +1,8 @@
-"""A linear that is in bf16 for now: the same module, Parameters and hooks, and GEMMs of what its input and weight are.
+"""Recipe of a linear that is in bf16 for now: same module, Parameters and hooks, with GEMMs in high precision.
 
     output = x W^T,  grad_input = grad_output W,  grad_weight = grad_output^T x
 
-x and grad_output as they are; W in bf16 of the masters, which ZeRO keeps beside the FP8 bytes for as long as it lasts.
+x and grad_output are used as they are; W is bf16 of the masters, which ZeRO keeps beside the FP8 bytes meanwhile.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from fp8_ds.ops.quantize import record_amax
 
 
 class Bf16Recipe(Recipe):
-    """In place of `fp8`, which comes back afterwards: amaxes of delayed scaling go on being recorded, one more read of
-    each tensor. `Quantized.rows` are in high precision here."""
+    """Recipe in place of `fp8`, which comes back afterwards. Amaxes of delayed scaling are still recorded, one more
+    read of each tensor. `Quantized.rows` are in high precision here."""
 
     name = "bf16"
     needs_grad_columns = False
@@ -38,7 +38,7 @@ class Bf16Recipe(Recipe):
         self.fp8.move(device)
 
     def read_weight(self, weight: Tensor) -> Fp8Weight:
-        """bf16 of the master: what ZeRO keeps beside the bytes (stages 1 and 2), or has gathered (stage 3)."""
+        """Return bf16 of the master, which ZeRO keeps beside the bytes (stages 1 and 2) or has gathered (stage 3)."""
         payload = getattr(weight, "_fp8", None)
         if payload is not None and payload.hp is not None:
             return Fp8Weight(payload.hp, payload.scale_inv)
@@ -71,7 +71,7 @@ class Bf16Recipe(Recipe):
         return self.biased_output(x_fp8, weight, None, dtype)
 
     def biased_output(self, x_fp8: Quantized, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """As nn.Linear: one rounding."""
+        """Compute the output with one rounding, as nn.Linear does."""
         assert x_fp8.rows is not None
         own = weight.data.dtype
         bias = None if bias is None else bias.to(own)

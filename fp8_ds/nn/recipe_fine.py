@@ -1,14 +1,14 @@
 """Finer scales than one for a tensor: one per row, or one per block.
 
-By row: of x and grad_output per token, of the weight per output feature. A scale that varies along the contracted dim
-cannot be applied to a product. It is multiplied into the other operand before that one is quantised, so that one FP8
-plane of the weight and one of x serve all GEMMs:
+By row means per token for x and grad_output, per output feature for the weight. A scale that varies along the
+contracted dim cannot be applied to a product. It is multiplied into the other operand before that one is quantised, so
+that one FP8 plane of the weight and one of x serve all GEMMs:
 
     output[T, O]      = x[T, I] s_x[T]  by weight[O, I] s_w[O]
     grad_input[T, I]  = q_rows(grad * s_w[O])      by weight.T[I, O] without a scale
     grad_weight[O, I] = q_rows((grad * s_x[T]).T)  by x.T[I, T] without a scale
 
-By block: one power of two for 1x128 of x and grad_output, for 128x128 of the weight. See ops/blockwise.
+By block means one power of two for 1x128 of x and grad_output, for 128x128 of the weight. See ops/blockwise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ROW_BLOCK, _TILE = (1, BLOCK), (BLOCK, BLOCK)
 
 
 class RowwiseRecipe(Recipe):
-    """Each row by its own amax."""
+    """One scale for each row, from its own amax."""
 
     name = "rowwise"
 
@@ -68,7 +68,7 @@ class RowwiseRecipe(Recipe):
 
 
 class RowwiseGradWeightHpRecipe(RowwiseRecipe):
-    """As rowwise, but grad_weight is computed in the input's own dtype, from x and grad_output as they are.
+    """Rowwise scales, but grad_weight is computed in the input's own dtype, from x and grad_output as they are.
 
     x is then kept in high precision: two bytes an element in bf16.
     """
@@ -108,7 +108,7 @@ class BlockwiseRecipe(Recipe):
         return Quantized(planes.x_fp8, planes.x_fp8_t, planes.scale_inv, planes.scale_inv_t)
 
     def _complete(self, x_fp8: Quantized) -> Quantized:
-        """From the codes, which is exact but for what becomes subnormal."""
+        """Make columns from the codes, exactly but for what becomes subnormal."""
         assert x_fp8.rows is not None
         columns, columns_scale_inv = transpose_blockwise(x_fp8.rows, x_fp8.scale_inv)
         return replace(x_fp8, columns=columns, columns_scale_inv=columns_scale_inv)
@@ -140,7 +140,7 @@ class BlockwiseRecipe(Recipe):
 
 
 def _tiles(weight: Fp8Weight) -> Tensor:
-    """The weight's scales as a grid of tiles; one for all (a split master's) is written into each."""
+    """Return the weight's scales as a grid of tiles; one for all (a split master's) is written into each."""
     if weight.scale_inv.dim() == 2:
         return weight.scale_inv
     return weight.scale_inv.repeat(num_blocks(weight.data.shape[0]), num_blocks(weight.data.shape[1]))

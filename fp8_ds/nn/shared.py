@@ -12,12 +12,12 @@ from fp8_ds.nn.quantized import Quantized
 
 
 class SharedInput:
-    """Remembers the last tensor that was quantised for as long as its memory lives, and no longer.
+    """The last tensor that was quantised, remembered for as long as its memory lives, and no longer.
 
     A layer that is given the same tensor, unchanged, gets the same planes; so it does for an alias of the same shape
-    and strides, for ZeRO-3's hooks hand each module one of its own. Another tensor, one written in place, another
-    stream, a plane that was not made, inference mode, a tensor that autograd has not computed (a parameter, a batch,
-    anything without gradients): it is quantised. As for autograd, a write past the version counter (`.data`, a
+    and strides, for ZeRO-3's hooks hand each module one of its own. Anything else is quantised: another tensor, one
+    written in place, another stream, a plane that was not made, inference mode, a tensor that autograd has not computed
+    (a parameter, a batch, anything without gradients). As for autograd, a write past the version counter (`.data`, a
     collective) is not seen.
     """
 
@@ -34,7 +34,7 @@ class SharedInput:
         complete: Callable[[Quantized], Quantized],
         epoch: object,
     ) -> Quantized:
-        """`quantize(x, needs_columns)`, or what it gave for this x before.
+        """Return `quantize(x, needs_columns)`, or what it gave for this x before.
 
         Args:
             x: what the layer was called with, any shape.
@@ -53,7 +53,7 @@ class SharedInput:
         return planes
 
     def offer(self, x: Tensor, planes: Quantized, epoch: object = None) -> None:
-        """Layers that are given this tensor, unchanged, get these planes; in inference mode they do not."""
+        """Give these planes to layers that are given this tensor, unchanged, but not in inference mode."""
         if _is_inference(x):
             return
         self._planes, self._key = planes, _key(x, epoch)
@@ -85,6 +85,6 @@ def _is_computed(x: Tensor) -> bool:
 
 
 def _key(x: Tensor, epoch: object) -> tuple[object, ...]:
-    """What must be unchanged: which elements, their version, the stream that computes with them, and the epoch."""
+    """Return what must be unchanged: elements, their version, the stream that computes with them, and the epoch."""
     stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
     return x.storage_offset(), x.shape, x.stride(), x.dtype, x._version, stream, epoch

@@ -18,7 +18,7 @@ IsLinear = Callable[[nn.Module], bool]
 
 
 def stacks(model: nn.Module, is_linear: IsLinear, prefix: str = "") -> dict[str, list[nn.Module]]:
-    """The layers of each of the outermost lists of modules, by name: entries with linears in them.
+    """Return the layers of each of the outermost lists of modules, by name: entries with linears in them.
 
     An encoder and a decoder are a stack each; a layer's list of experts is inside of one. A list of linears is none.
     """
@@ -36,7 +36,7 @@ def stacks(model: nn.Module, is_linear: IsLinear, prefix: str = "") -> dict[str,
 
 
 def _entries(module: nn.Module) -> list[nn.Module]:
-    """Of an nn.ModuleList, or an nn.ModuleDict whose keys are numbers, as torchtitan's `layers`; else nothing."""
+    """Return the entries of an nn.ModuleList, or an nn.ModuleDict with numbers as keys (torchtitan's `layers`)."""
     if isinstance(module, nn.ModuleList):
         return list(module)
     is_numbered = isinstance(module, nn.ModuleDict) and all(key.isdigit() for key in module)
@@ -49,7 +49,7 @@ def counts_from_the_end(pattern: str) -> bool:
 
 
 class NameFilter:
-    """Which layers of a model `linear.filter_fqns` names, by parts of their names.
+    """Filter of a model's layers by parts of their names, as in `linear.filter_fqns`.
 
     A negative number counts from the end of the outermost list of modules, and is a whole one: `layers.-1` is all of
     the last layer, and nothing of `layers.-12`.
@@ -60,7 +60,7 @@ class NameFilter:
         self._not_found = set(filter(counts_from_the_end, patterns))
 
     def names(self, fqns: Collection[str]) -> bool:
-        """Whether one of them is in one of a layer's names: a module that is used twice has several."""
+        """Whether a pattern is in one of a layer's names; a module that is used twice has several."""
         found = {pattern for pattern in self._patterns if any(self._is_in(pattern, fqn) for fqn in fqns)}
         self._not_found -= found
         return bool(found)
@@ -72,7 +72,7 @@ class NameFilter:
         return re.search(re.escape(pattern) + end, _name_from_the_end(self._model, fqn)) is not None
 
     def check_found(self) -> None:
-        """Raises ConfigError, once `names` has seen all layers, for who counts from the end means an entry there is."""
+        """Raise ConfigError, after `names` has seen all layers, if a pattern that counts from the end names nothing."""
         if self._not_found:
             raise ConfigError(
                 f"fp8.linear.filter_fqns: expected a part of a layer's name, got {min(self._not_found)!r}, which is in "
@@ -82,7 +82,7 @@ class NameFilter:
 
 
 def _name_from_the_end(model: nn.Module, fqn: str) -> str:
-    """`layers.31.mlp` as `layers.-1.mlp`; the same if the name leads through no list of modules."""
+    """Return `layers.-1.mlp` for `layers.31.mlp`; the same name if it leads through no list of modules."""
     parts, module = fqn.split("."), model
     for k, part in enumerate(parts):
         children = module._modules
@@ -95,7 +95,7 @@ def _name_from_the_end(model: nn.Module, fqn: str) -> str:
 
 
 def at_ends(model: nn.Module, linear_config: LinearConfig, is_linear: IsLinear) -> dict[nn.Module, str]:
-    """Linears of the first and last layers of each stack that the configuration leaves in bf16, and the key that does.
+    """Return linears of the stacks' first and last layers that the configuration leaves in bf16, with the key.
 
     Raises:
         ConfigError: the model has no stack, or one in each of its layers, or none that is longer.

@@ -43,7 +43,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class Recipes(NamedTuple):
-    """Of the three linears, equal in kind."""
+    """One recipe for each of the three linears, equal in kind."""
 
     gate: Recipe
     up: Recipe
@@ -51,7 +51,7 @@ class Recipes(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Which gradients autograd asks for: the function's first inputs."""
+    """Gradients that autograd asks for, as flags in the order of the function's first inputs."""
 
     x: bool
     gate: bool
@@ -72,7 +72,7 @@ class Wanted(NamedTuple):
 
 
 class _MlpFunction(torch.autograd.Function):
-    """See the module's text. Its inputs are those of `Wanted`, and three that have no gradient."""
+    """The function of the module's docstring. Its inputs are those of `Wanted`, and three that have no gradient."""
 
     @staticmethod
     def forward(
@@ -143,7 +143,7 @@ class _MlpFunction(torch.autograd.Function):
 def product(
     gate: Tensor, up: Tensor, recipe: Recipe, *, with_hp: bool, needs_columns: bool, record: bool
 ) -> tuple[Tensor | None, Quantized, Tensor | None]:
-    """`silu(gate) * up` as `down` reads it: (bf16 [T, F] if asked for or needed on the way, in FP8, its amax if known).
+    """Return `silu(gate) * up` as (bf16 [T, F] if asked for or needed on the way, FP8 for `down`, its amax if known).
 
     Args:
         gate, up: bf16 [T, F].
@@ -163,7 +163,7 @@ def product(
 
 
 def kept_product(gate: Tensor, up: Tensor, recipe: Recipe, amax: Tensor | None) -> Kept:
-    """What `recipe.kept` would give for the product, made again; `amax` as `parts_of_kept` gives it."""
+    """Make again what `recipe.kept` would give for the product; `amax` as `parts_of_kept` gives it."""
     takes_fp8 = recipe.needs_grad_columns
     scaling = recipe.scaling_without_hp()
     if takes_fp8 and scaling is not None and scaling != "rowwise":
@@ -174,13 +174,13 @@ def kept_product(gate: Tensor, up: Tensor, recipe: Recipe, amax: Tensor | None) 
 
 
 def keep_factors(gate: Tensor, up: Tensor, nonlinear: Nonlinear, amax: Tensor | None) -> Kept:
-    """gate and up as they are saved for backward, and the amax of their product if theirs is still that one then."""
+    """Return gate and up as saved for backward, and their product's amax if what is saved still has that one."""
     known = () if amax is None or nonlinear != "bf16" else (amax,)
     return *keep(gate, nonlinear), *keep(up, nonlinear), *known
 
 
 def parts_of_kept(saved: Kept, num_x: int) -> tuple[Kept, Kept, Kept, Tensor | None]:
-    """(x as `Recipe.kept` gave it, gate and up as `keep` did, the amax of their product if it is known)"""
+    """Return (x as `Recipe.kept` gave it, gate and up as `keep` did, the amax of their product if it is known)."""
     factors = saved[num_x:]
     amax = factors[-1] if len(factors) % 2 else None
     half = len(factors) // 2
@@ -193,7 +193,7 @@ _Scalings = tuple[AmaxSlot | Literal["tensorwise"], Scaling, Scaling]
 
 
 def scalings_of_one_op(recipes: Recipes, wanted: Wanted) -> _Scalings | None:
-    """Of the product and of the gradients of gate and up, if each has one scale and is wanted (see `_FromKept`)."""
+    """Return scalings of product, gate's and up's gradients if all are wanted with one scale (see `_FromKept`)."""
     if not (wanted.down and wanted.both_factors) or wanted.gate_bias or wanted.up_bias:
         return None
     if not all(recipe.needs_grad_columns for recipe in recipes):
@@ -204,8 +204,8 @@ def scalings_of_one_op(recipes: Recipes, wanted: Wanted) -> _Scalings | None:
 
 
 class _FromKept:
-    """For `linear_grads` of `down`: what its weight's gradient reads of the product, made from the product's gradient
-    in one op with the gradients of gate and of up."""
+    """Function for `linear_grads` of `down` that makes what its weight's gradient reads of the product, from the
+    product's gradient, in one op with the gradients of gate and of up."""
 
     grads: tuple[_Grad, _Grad]
 
@@ -231,7 +231,7 @@ class _FromKept:
 def swiglu_grads(
     grad: Tensor, gate: Tensor, up: Tensor, recipes: Recipes, wanted: Wanted
 ) -> tuple[tuple[_Grad, _Grad], tuple[Tensor | None, Tensor | None]]:
-    """Gradients of gate and of up: (as their linears take them, in bf16 where a bias or a recipe needs it).
+    """Return gradients of gate and of up: (as their linears take them, in bf16 where a bias or a recipe needs it).
 
     Amaxes are recorded of those that are quantised: a gradient that no GEMM reads is not.
     """
@@ -248,7 +248,7 @@ def swiglu_grads(
 def _linear_grads(
     grads: tuple[_Grad, _Grad], kept_x: Kept, ctx: Any, wanted: Wanted, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of x, in its shape, and of the weights of gate and up."""
+    """Compute the gradients of x, in its shape, and of the weights of gate and up."""
     from_gate, gate_grad = linear_grads(
         grads[0], ctx.weights[0], ctx.recipes.gate, kept_x if wanted.gate else None, needs_input=wanted.x, dtype=dtype
     )
@@ -260,7 +260,7 @@ def _linear_grads(
 
 
 def bias_grads(hps: tuple[Tensor | None, Tensor | None], dtypes: Any, wanted: Wanted) -> list[Tensor | None]:
-    """Of gate and of up."""
+    """Compute the gradients of gate's and up's biases."""
     wants = wanted.gate_bias, wanted.up_bias
     return [
         bias_grad(hp, dtype) if is_wanted and hp is not None else None
@@ -269,15 +269,15 @@ def bias_grads(hps: tuple[Tensor | None, Tensor | None], dtypes: Any, wanted: Wa
 
 
 def _rows(output: Fp8Output, scaling: Any) -> Quantized:
-    """A producer's FP8, made by that scaling."""
+    """Return a producer's FP8, made by that scaling."""
     return Quantized(output.x_fp8, None, output.scale_inv, slot=scaling if isinstance(scaling, AmaxSlot) else None)
 
 
 def is_one_function(linears: Sequence[Any]) -> bool:
     """Whether calling these is no more than computing with their weights, in FP8 and by one kind of recipe.
 
-    Not so with a hook on any of them (ZeRO-3 has its own on every module that is not inside a leaf), with a replaced
-    forward, with a weight that is partitioned now, and where one is in bf16.
+    This is not so with a hook on any of them (ZeRO-3 has its own on every module that is not inside a leaf), with a
+    replaced forward, with a weight that is partitioned now, and if one is in bf16.
     """
     if any(type(linear) is not Fp8Linear for linear in linears) or not _are_plain(linears):
         return False
@@ -286,7 +286,7 @@ def is_one_function(linears: Sequence[Any]) -> bool:
 
 
 def function_of_cut(linears: Sequence[Any]) -> Callable[..., Tensor] | None:
-    """What computes linears at once that are cut over a tensor-parallel group; else None, as of `is_one_function`."""
+    """Return the function that computes TP-sharded linears at once; None if modules do more, see `is_one_function`."""
     find = getattr(type(linears[0]), "mlp_function", None)
     return None if find is None or not _are_plain(linears) else find(linears)
 
@@ -301,7 +301,7 @@ def calls_more() -> bool:
 
 
 def _are_plain(linears: Sequence[Any]) -> bool:
-    """Whether calling them is computing with their weights, which are here, and nothing else."""
+    """Whether calling them computes with their weights, which are here, and nothing else."""
     if calls_more():
         return False
     for linear in linears:
@@ -313,7 +313,8 @@ def _are_plain(linears: Sequence[Any]) -> bool:
 
 
 def swiglu_mlp(x: Tensor, linears: Sequence[Any], nonlinear: Nonlinear) -> Tensor:
-    """`down(silu(gate(x)) * up(x))` of bf16 [..., I], by linears of which `is_one_function` holds; see `Producer`."""
+    """Compute `down(silu(gate(x)) * up(x))` of bf16 [..., I], by linears that pass `is_one_function`; see
+    `Producer`."""
     recipes = Recipes(*(linear.fp8_recipe for linear in linears))
     weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
     check_input(x, weights[0])

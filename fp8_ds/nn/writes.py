@@ -1,4 +1,4 @@
-"""Writes into FP8 weights: which functions write, what `.data` is that is written into, and where it ends."""
+"""Writes into FP8 weights: the functions that write, the `.data` that they write into, and where values end."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _IN_PLACE_DUNDERS = frozenset(
 
 
 class WeightData(Tensor):
-    """The `data` of an FP8 weight, de-quantised, or a view of it: what is written into it is written into the weight.
+    """The `data` of an FP8 weight, de-quantised, or a view of it: writes into it reach the weight.
 
-    So `p.data.copy_(ema)`, `p.data.clamp_(-c, c)`, `p.data[rows] = 0` work. Whoever reads it, or writes a part of it,
-    finds the values that the weight has then: those of the last step.
+    So `p.data.copy_(ema)`, `p.data.clamp_(-c, c)`, `p.data[rows] = 0` work. A read, or a write of a part, finds the
+    values that the weight has then: those of the last step.
 
     Attributes:
         weight: the Fp8Parameter.
-        root: all its values, plain, of its shape, in the memory that this one has. `fp8_version` is the payload's then.
+        root: all its values, a plain tensor of its shape in this one's memory; `fp8_version` is the payload's then.
     """
 
     weight: Any
@@ -49,7 +49,7 @@ class WeightData(Tensor):
 
     @classmethod
     def of(cls, weight: Any, values: Tensor, view: Tensor | None = None) -> WeightData:
-        """`view` of `values`, which are those of `weight` and are in nobody else's hands; None: all of them."""
+        """Wrap `view` of `values`, which are those of `weight` and in nobody else's hands; None: all of them."""
         found: WeightData = (values if view is None else view).as_subclass(cls)
         found.weight, found.root = weight, values
         if view is None:
@@ -78,7 +78,7 @@ class WeightData(Tensor):
         return tree_map(lambda y: _alias(y, owners.values()), result)
 
     def _follow(self) -> None:
-        """A step or a write may have changed the weight since. Past autograd, as a step changes stock `data`."""
+        """Follow a step or a write that has changed the weight; autograd does not see it, as for a plain `data`."""
         payload, root = self.weight._fp8, self.root
         if payload.data is not None and root.fp8_version != payload.version:  # type: ignore[attr-defined]
             root.data.copy_(payload.dequantize())
@@ -88,7 +88,7 @@ class WeightData(Tensor):
         refuse_sharing(self.weight)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """A plain tensor; of `nn.Parameter(weight.data)` a plain Parameter."""
+        """Return a plain tensor; for `nn.Parameter(weight.data)` a plain Parameter."""
         copied: Tensor = self.detach().clone()
         return nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
 
@@ -100,7 +100,7 @@ class WeightData(Tensor):
 
 
 def plain(x: Any) -> Any:
-    """Of a WeightData a tensor with the same memory, whose writes reach nothing else; all else as it is."""
+    """Return a plain tensor with a WeightData's memory, whose writes reach nothing else; all else as it is."""
     if not isinstance(x, WeightData):
         return x
     with torch._C.DisableTorchFunctionSubclass():
@@ -108,7 +108,7 @@ def plain(x: Any) -> Any:
 
 
 def _alias(x: Any, owners: Iterable[WeightData]) -> Any:
-    """`x`; if it has the memory of one of `owners`, as another view of the same weight."""
+    """Return `x`; if it has the memory of one of `owners`, as another view of the same weight."""
     if type(x) is Tensor:
         for owner in owners:
             if x.device == owner.root.device and x.untyped_storage()._cdata == owner.root.untyped_storage()._cdata:
@@ -117,7 +117,7 @@ def _alias(x: Any, owners: Iterable[WeightData]) -> Any:
 
 
 def run_backward(cls: type[Tensor], func: Any, outputs: Any, inputs: Any = None, **kwargs: Any) -> Any:
-    """`torch.autograd.grad`, `torch.autograd.backward` or `Tensor.backward` of tensors of `cls`, or for such.
+    """Run `torch.autograd.grad`, `torch.autograd.backward` or `Tensor.backward` of tensors of `cls`, or for such.
 
     torch hands these functions to the class of their arguments. They run code of users, such as a checkpoint's
     recomputation, which reads FP8 weights: the class must be asked there. Gradient edges have no class.
@@ -153,8 +153,8 @@ def is_writer(name: str, kwargs: Any) -> bool:
 
 
 def targets_of(name: str, args: Any, kwargs: Any) -> list[Any]:
-    """What a function of this name writes into: `out=`, or the first argument of `add_`, `_foreach_add_` or, by its
-    keyword, `nn.init.constant_`."""
+    """Return what a function of this name writes into: `out=`, or the first argument of `add_`, `_foreach_add_` or, by
+    its keyword, `nn.init.constant_`."""
     if not is_writer(name, kwargs):
         return []
     target = kwargs.get("out")
@@ -164,7 +164,7 @@ def targets_of(name: str, args: Any, kwargs: Any) -> list[Any]:
 
 
 def warn_of_loss(weight: Any) -> None:
-    """A value made of the FP8 one is rounded to FP8 again, as when adapters are merged into a frozen weight."""
+    """Warn that a value made of a frozen FP8 one is rounded to FP8 again, as when adapters are merged."""
     if not weight._fp8.has_master:
         from deepspeed.utils import logger  # not above: Megatron's optimizer imports this module, and no DeepSpeed
 
@@ -176,7 +176,7 @@ def warn_of_loss(weight: Any) -> None:
 
 
 def refuse_sharing(weight: Any) -> None:
-    """Raise: the values of `weight` lie nowhere, a reader gets a tensor of its own."""
+    """Raise UnsupportedError: the values of `weight` lie nowhere, a reader gets a tensor of its own."""
     raise UnsupportedError(
         f"{weight._fp8.name}: expected a weight that is not in FP8, got share_memory_() of one that is. Share a copy, "
         "which has bf16 of all weights: copy.deepcopy(engine.module).share_memory()."
@@ -184,7 +184,7 @@ def refuse_sharing(weight: Any) -> None:
 
 
 def write(weight: Any, value: Tensor) -> None:
-    """`weight` reads as `value` from now on."""
+    """Make `weight` read as `value` from now on."""
     payload = weight._fp8
     if value.shape != weight.shape:
         raise ValueError(

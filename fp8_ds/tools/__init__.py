@@ -1,4 +1,4 @@
-"""What the commands of `fp8-ds` do; `estimate` for use in Python, too."""
+"""Work of the `fp8-ds` commands; `estimate` is for use in Python, too."""
 
 from fp8_ds.tools import estimate
 

@@ -14,7 +14,7 @@ PTH_LINE = 'import importlib.util as u; u.find_spec("fp8_ds") and __import__("fp
 
 
 def default_site_dir() -> Path:
-    """This environment's site-packages."""
+    """Return this environment's site-packages."""
     return Path(sysconfig.get_paths()["purelib"])
 
 
@@ -23,7 +23,7 @@ def pth_file(site_dir: Path) -> Path:
 
 
 def state(site_dir: Path) -> State:
-    """What a Python started now in this environment would do; "outdated" is a file of another version of fp8_ds."""
+    """Return whether a Python started now loads fp8_ds; "outdated": by the file of another version of fp8_ds."""
     path = pth_file(site_dir)
     if not path.exists():
         return "off"
@@ -31,7 +31,7 @@ def state(site_dir: Path) -> State:
 
 
 def turn_on(site_dir: Path) -> bool:
-    """The file is there; True if it was not, or was another version's.
+    """Write the file; return True if it was not there, or was another version's.
 
     Raises:
         OSError: site_dir is missing or cannot be written.
@@ -46,7 +46,7 @@ def turn_on(site_dir: Path) -> bool:
 
 
 def turn_off(site_dir: Path) -> bool:
-    """The file is gone; True if it was there.
+    """Remove the file; return True if it was there.
 
     Raises:
         OSError: it cannot be removed.

@@ -1,7 +1,7 @@
 """DeepSpeed's AutoTP layers in FP8: retyped in place, with the collectives that DeepSpeed gave them.
 
 `tensor_parallel.autotp_size` and `deepspeed.tp_model_init` replace linears by layers of deepspeed.module_inject.layers,
-each with a shard of the weight. The classes differ in how they cut it; what they compute is one of three things:
+each with a shard of the weight. The classes differ in how they shard it; each computes one of three things:
 
     column    all-reduce of grad_input; output = x W^T + b, a rank's features, or those of all ranks (`gather_output`)
     row       output = all-reduce of x W^T, + b
@@ -38,7 +38,7 @@ from fp8_ds.tp.linears import ParallelFp8Linear, linear_backward
 
 
 class AutoTpFp8Linear(ParallelFp8Linear):
-    """Mix-in before one of DeepSpeed's classes. Made from such a layer by `from_linear`, never constructed.
+    """Mix-in before one of DeepSpeed's classes; `from_linear` makes it of such a layer.
 
     Attributes:
         gathers_fp8: whether a gathered output travels in FP8.
@@ -52,27 +52,27 @@ class AutoTpFp8Linear(ParallelFp8Linear):
 
     @property
     def in_features(self) -> int:  # type: ignore[override]
-        """Of this rank."""
+        """Features of this rank."""
         return self.weight.shape[1]
 
     @property
     def out_features(self) -> int:  # type: ignore[override]
-        """Of this rank."""
+        """Features of this rank."""
         return self.weight.shape[0]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AutoTpFp8Linear:
-        """DeepSpeed's, which shares the process group and does not ask for `__getstate__`."""
+        """Copy as DeepSpeed does, which shares the process group and does not ask for `__getstate__`."""
         copied: AutoTpFp8Linear = super().__deepcopy__(memo)  # type: ignore[misc]
         copied.fp8_recipe.copied = copied_scales(self.weight, self.fp8_recipe)
         return copied
 
     def extra_repr(self) -> str:
-        """DeepSpeed's and ours."""
+        """Return DeepSpeed's text and the recipe's."""
         stock: Any = type(self).__bases__[1]
         return f"{stock.extra_repr(self)}, {self.fp8_recipe.describe()}"
 
     def _check_eager(self) -> None:
-        """DeepCompile's pass has not taken this layer's collectives away."""
+        """Raise UnsupportedError if DeepCompile's pass has taken this layer's collectives away."""
         if getattr(self, "defer_collectives_to_compiler", False):
             raise UnsupportedError(
                 'compile.passes: expected no "autotp" with FP8 layers, got it: the pass does not see into them. '
@@ -81,7 +81,7 @@ class AutoTpFp8Linear(ParallelFp8Linear):
 
 
 class ColumnAutoTpFp8Linear(AutoTpFp8Linear):
-    """LinearLayer and what inherits its `forward`, and SubParamLinearLayer.
+    """LinearLayer, classes that inherit its `forward`, and SubParamLinearLayer, in FP8.
 
     The all-reduce of grad_input runs beside the GEMM of grad_weight, as DeepSpeed has it with `tp_overlap_comm`.
     """
@@ -106,7 +106,7 @@ class ColumnAutoTpFp8Linear(AutoTpFp8Linear):
 
 
 class RowAutoTpFp8Linear(AutoTpFp8Linear):
-    """LinearAllreduce and what inherits its `forward`, and SubParamLinearAllreduce."""
+    """LinearAllreduce, classes that inherit its `forward`, and SubParamLinearAllreduce, in FP8."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class RowAutoTpFp8Linear(AutoTpFp8Linear):
 
 
 class HeadAutoTpFp8Linear(RowAutoTpFp8Linear):
-    """LinearAllreduceWithReplicatedInput."""
+    """LinearAllreduceWithReplicatedInput in FP8."""
 
     _partition_sizes: tuple[int, ...]
     tp_index: int
@@ -191,7 +191,7 @@ _STOCK = tuple(getattr(ds_layers, name) for name in _BY_FORWARD if hasattr(ds_la
 
 @functools.cache
 def fp8_class(stock: Any) -> type[AutoTpFp8Linear] | None:
-    """What a layer of exactly this class becomes, the same class each time; None: it has a `forward` of its own."""
+    """Return the FP8 class of exactly this class, the same one each time; None: it has a `forward` of its own."""
     owner = next(kind for kind in stock.__mro__ if "forward" in vars(kind))
     mixin = _BY_FORWARD.get(owner.__name__) if owner.__module__ == ds_layers.__name__ else None
     if mixin is None:
@@ -200,7 +200,7 @@ def fp8_class(stock: Any) -> type[AutoTpFp8Linear] | None:
 
 
 def autotp_linears(model: nn.Module) -> ForeignLinears:
-    """The classes of AutoTP's linears in `model`, and what becomes of them."""
+    """Return the classes of AutoTP's linears in `model`, each with its FP8 class or None."""
     kinds: set[Any] = {type(module) for module in model.modules() if _is_linear(module)}
     return {kind: fp8_class(kind) for kind in kinds}
 
@@ -210,7 +210,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def configure_autotp(config: TensorParallelConfig) -> None:
-    """Raises ConfigError where a key of the "tensor_parallel" block has no effect in a model that AutoTP has cut."""
+    """Raise ConfigError if a key of the "tensor_parallel" block has no effect in a model that AutoTP has sharded."""
     if config != TensorParallelConfig(gather=config.gather):
         raise ConfigError(
             f"fp8.tensor_parallel: expected no key but gather with AutoTP, got {config.model_dump()}. AutoTP has no "
@@ -220,15 +220,14 @@ def configure_autotp(config: TensorParallelConfig) -> None:
 
 
 def set_gathers(model: nn.Module, config: TensorParallelConfig) -> str:
-    """FP8 layers that gather their outputs do it as `config` says from now on.
+    """Make FP8 layers that gather their outputs do it as `config` says from now on.
 
     Args:
         model: converted.
         config: the "tensor_parallel" block.
 
     Returns:
-        One line on how the model's FP8 layers talk.
-    """
+        One line on how the model's FP8 layers communicate."""
     converted = [module for module in model.modules() if isinstance(module, AutoTpFp8Linear)]
     for module in converted:
         module.gathers_fp8 = config.gather == "fp8"
@@ -241,9 +240,9 @@ def set_gathers(model: nn.Module, config: TensorParallelConfig) -> str:
 
 @contextmanager
 def as_plain_weights(params: Iterable[Any]) -> Iterator[None]:
-    """Inside, FP8 weights are bf16 tensors with the values that readers get; then every Parameter is what it was.
+    """Make FP8 weights bf16 tensors with the values that readers get; on exit every Parameter is what it was.
 
-    DeepSpeed's gather of shards writes whole weights over them, and cuts these into new tensors.
+    DeepSpeed's gather of shards writes whole weights over them, and splits these into new tensors.
 
     Args:
         params: of a model in ZeRO stage 1 or 2.

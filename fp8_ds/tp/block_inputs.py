@@ -1,4 +1,4 @@
-"""Hooks at the blocks of a cut model: tokens are split before the first, and each block's input is gathered once."""
+"""Hooks at a TP-sharded model's blocks: tokens are split before the first, and each block's input is gathered once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fp8_ds.tp.regions import copy_to_ranks, gather_tokens, split_tokens
 
 
 def gather_once(block: nn.Module, tp: TensorParallel, is_first: bool) -> None:
-    """The column-parallel linears of `block` read one gathered input."""
+    """Let the column-parallel linears of `block` read one gathered input."""
     columns = [module for module in block.modules() if isinstance(module, ColumnParallelLinear)]
     for column in columns:
         column.gathers_input = False
@@ -55,8 +55,8 @@ def shard_tokens(first: nn.Module, last: nn.Module, tp: TensorParallel) -> None:
 
 
 def _refuse_partitioned_activations(tp: TensorParallel) -> None:
-    """Raises ConfigError where DeepSpeed's activation checkpointing divides what it keeps among the ranks that share a
-    model: of its own tokens a rank would get back one part, and another rank's tokens as the others.
+    """Raise ConfigError if DeepSpeed's activation checkpointing divides what it keeps among the ranks that share a
+    model: a rank would get back one part of its own tokens, and other ranks' tokens as the rest.
 
     Source: deepspeed/runtime/activation_checkpointing/checkpointing.py (0.19.8), partition_activations,
     gather_partitioned_activations and configure, which keeps its settings in the module.
@@ -71,7 +71,7 @@ def _refuse_partitioned_activations(tp: TensorParallel) -> None:
 
 
 def added_parameters(model: nn.Module) -> list[str]:
-    """Names of Parameters that blocks of a cut model have got since `parallelize` (as adapters are), which nobody sums.
+    """Return names of Parameters that blocks have got since `parallelize` (as adapters are), which nobody sums.
 
     Outside blocks every rank has the whole gradient.
     """
@@ -89,14 +89,14 @@ class _Argument:
     """Finds the tensor that a module computes with: its first argument, by place or by name.
 
     Args:
-        module: whose `forward` names its arguments.
+        module: the one whose `forward` names its arguments.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._names = tuple(inspect.signature(module.forward).parameters)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-        """(the tensor, function that puts another in its place)."""
+        """Return (the tensor, a function that puts another in its place)."""
         if args:
             return args[0], lambda new: ((new, *args[1:]), kwargs)
         name = next(name for name in (*self._names, *kwargs) if isinstance(kwargs.get(name), Tensor))
@@ -104,15 +104,15 @@ class _Argument:
 
 
 class _Entry:
-    """Before a block: its input, gathered as all of its column-parallel linears can read it.
+    """Hook before a block that gathers its input as all of its column-parallel linears can read it.
 
-    In FP8 if all of them are; in bf16 if one stays bf16, or if the configuration says so.
+    The input is gathered in FP8 if all of them are; in bf16 if one stays bf16, or if the configuration says so.
 
     Args:
         tp: the group.
         argument: the block's.
         columns: the linears.
-        is_first: of the model's blocks; where tokens are not split, ranks compare their batches there.
+        is_first: whether it is the model's first; there ranks compare their batches if tokens are not split.
         known: ids of the block's Parameters.
     """
 
@@ -145,8 +145,8 @@ class _Entry:
         return put(nominal)
 
     def _full_shape(self, x: Tensor, kwargs: dict[str, Any]) -> tuple[int, ...]:
-        """(batch, sequence, C): attention needs to know where sequences begin. transformers' blocks get it with their
-        positions, those that a backward computes again with theirs."""
+        """Return (batch, sequence, C): attention needs to know where sequences begin. transformers' blocks get it with
+        their positions, also when a backward computes them again."""
         num_tokens = self.tp.size * x[..., 0].numel()
         positions = kwargs.get("position_embeddings")
         if positions is None:

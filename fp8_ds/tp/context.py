@@ -1,4 +1,4 @@
-"""TensorParallel: the group of a model's tensor-parallel layers, how they talk, and what has been gathered."""
+"""TensorParallel: the group of a model's tensor-parallel layers, how they communicate, and what has been gathered."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _R = TypeVar("_R")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 is_tracing = torch.compiler.is_compiling
-"""Whether this is being made a graph. Constant for torch.compile, which follows the branch that holds."""
+"""Whether torch.compile is making a graph. It is a constant there: the graph follows the branch that holds."""
 
 
 class TensorParallel:
-    """Shared by all tensor-parallel layers of a model.
+    """Context that all tensor-parallel layers of a model share.
 
     Args:
         group: this rank's; see `check_group`.
@@ -33,13 +33,13 @@ class TensorParallel:
         config: the "tensor_parallel" block.
 
     Attributes:
-        size, rank: of the group, in the group.
+        size, rank: the group's size, this rank's number in it.
         config: see `set_config`.
         inputs: gathered inputs that are being read.
         full_shape: (batch, sequence) of the last forward, where `parallelize` shards tokens.
-        cut_weight: one of the weights that are cut.
-        num_bytes_gathered: in FP8 by the linears, so far; this rank's own share included. Gathers inside graphs of
-            torch.compile are not counted.
+        cut_weight: one of the sharded weights.
+        num_bytes_gathered: bytes that linears have gathered in FP8 so far, this rank's own share included. Gathers
+            inside graphs of torch.compile are not counted.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class TensorParallel:
         self._compare_batches = BatchCheck(group)
 
     def set_config(self, config: TensorParallelConfig) -> None:
-        """Layers talk as `config` says; before they are converted to FP8.
+        """Make the layers communicate as `config` says; call it before they are converted to FP8.
 
         Raises:
-            ConfigError: it is none, or something in it cannot take effect.
+            ConfigError: `config` is no TensorParallelConfig, or something in it cannot take effect.
         """
         if not isinstance(config, TensorParallelConfig):
             raise ConfigError(
@@ -84,7 +84,7 @@ class TensorParallel:
     def is_traceable(self) -> bool:
         """Whether torch.compile can take the layers into its graphs; else graphs end at the borders of a block.
 
-        Not in ZeRO-3, whose hooks end graphs at every module and hand modules aliases of what they are called with.
+        ZeRO-3 does not allow that: its hooks end graphs at every module and hand modules aliases of their inputs.
         """
         weight = None if self.cut_weight is None else self.cut_weight()
         if weight is not None and hasattr(weight, "ds_id"):
@@ -92,12 +92,12 @@ class TensorParallel:
         return self.config.reduce_scatter == "bf16"
 
     def check_first(self, x: Tensor, *, is_full: bool, is_replicated: bool = False) -> None:
-        """Ranks bring tensors of the same shape and dtype, and the same settings. Collective the first time only.
+        """Check that ranks bring the same shape, dtype and settings. Collective the first time only.
 
         Args:
             x: [..., tokens, C]: a shard, or all tokens.
-            is_full: x is to be cut by tokens, which must divide.
-            is_replicated: x is the same on all ranks.
+            is_full: whether x is to be sharded by tokens, which must divide.
+            is_replicated: whether x is the same on all ranks.
 
         Raises:
             ValueError: on all ranks of the group, if one of them brings another, or tokens do not divide.
@@ -114,10 +114,10 @@ class TensorParallel:
             raise ValueError(f"input: expected bfloat16, float16 or float32, got {x.dtype}. Cast it before.")
 
     def check_batch(self, x: Tensor, *, is_full: bool) -> None:
-        """`check_first`; and ranks bring the same x to every forward but those inside graphs. Collective.
+        """Run `check_first`; check that ranks bring the same x to every forward but those inside graphs. Collective.
 
         Args:
-            x: the same on all ranks; what follows it is cut.
+            x: the same on all ranks; the layers after it are TP-sharded.
             is_full: as in `check_first`.
         """
         self.check_first(x, is_full=is_full, is_replicated=True)
@@ -139,13 +139,13 @@ class TensorParallel:
         self._is_checked = True
 
     def set_full_shape(self, batch: int, length: int) -> None:
-        """Of the forward that begins."""
+        """Set (batch, sequence) of the forward that begins."""
         self.full_shape = batch, length
         self._full_shapes.setdefault(batch * length, set()).add(self.full_shape)
 
     def shape_of(self, num_tokens: int) -> tuple[int, int]:
-        """(batch, sequence) of the forward that a block with `num_tokens` tokens belongs to; one sequence where only
-        blocks have been called.
+        """Return (batch, sequence) of the forward that a block with `num_tokens` tokens belongs to; one sequence if
+        only blocks have been called.
 
         Raises:
             ValueError: the block is computed again in a backward, and there have been forwards of several such shapes;
@@ -172,8 +172,8 @@ class TensorParallel:
 
 
 def traced_where_possible(function: Callable[..., _R]) -> Callable[..., _R]:
-    """For functions (x, tp, ...): part of a graph of torch.compile where `tp` says that this is possible; else the
-    graph ends before them."""
+    """Decorate a function (x, tp, ...): it is part of a graph of torch.compile if `tp` says that this is possible; else
+    the graph ends before it."""
     left_alone: Callable[..., _R] = torch.compiler.disable(function)
 
     @functools.wraps(function)
@@ -186,7 +186,7 @@ def traced_where_possible(function: Callable[..., _R]) -> Callable[..., _R]:
 
 
 class GatheredInputs:
-    """Which nominal tensors stand for gathered FP8 matrices, for as long as these tensors live.
+    """Gathered FP8 matrices and the nominal tensors that stand for them, for as long as these tensors live.
 
     A nominal tensor has the shape and dtype of what was gathered, and the storage of one NaN: what reads it past the
     layers that know it reads NaN. Aliases (ZeRO-3's hooks hand modules one each) have the same storage.
@@ -210,7 +210,7 @@ class GatheredInputs:
         self._known[key] = (weakref.ref(storage, forget), nominal.shape, gathered)
 
     def find(self, x: Tensor) -> Gathered | None:
-        """What `x` stands for; None for any other tensor.
+        """Return what `x` stands for; None for any other tensor.
 
         Raises:
             ValueError: `x` is a view of it with tokens in other places, or of some of them.

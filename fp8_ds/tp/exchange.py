@@ -25,14 +25,14 @@ _MANTISSA_BITS = 23
 
 
 def exchange(shards: Sequence[Tensor], group: dist.ProcessGroup, fmt: Float8Format | None) -> list[Tensor]:
-    """Of each tensor [n, ..., D] the parts [r] go to rank r, and those that the ranks sent arrive in their order.
+    """Send part [r] of each tensor [n, ..., D] to rank r; return the parts that the ranks sent, in their order.
 
     Collective: one all-to-all for all tensors.
 
     Args:
         shards: contiguous, the same shapes and dtypes on all ranks.
         group: of n ranks.
-        fmt: on the wire; None: in the tensors' own dtype. A row with a NaN or an infinity arrives without a finite
+        fmt: format on the wire; None: the tensors' own dtype. A row with a NaN or an infinity arrives without a finite
             number other than zero.
 
     Returns:
@@ -49,7 +49,7 @@ def exchange(shards: Sequence[Tensor], group: dist.ProcessGroup, fmt: Float8Form
 
 
 def _pack(shard: Tensor, fmt: Float8Format | None) -> list[Tensor]:
-    """uint8: the bytes of [n, ..., D]; or its codes, and the exponents of its rows."""
+    """Return the bytes of [n, ..., D], uint8; or its codes, and the exponents of its rows."""
     if fmt is None:
         return [shard.view(torch.uint8)]
     codes, scale_inv = quantize_rows_pow2(shard.view(-1, shard.shape[-1]), fmt)
@@ -66,12 +66,12 @@ def _unpack(parts: list[Tensor], like: Tensor, fmt: Float8Format | None) -> Tens
 
 
 def _cut(x: Tensor, dim: int, num_ranks: int) -> Tensor:
-    """[n, ...], `dim` in n pieces."""
+    """Split `dim` into n pieces, [n, ...]."""
     return x.unflatten(dim, (num_ranks, -1)).movedim(dim, 0).contiguous()
 
 
 def _join(x: Tensor, dim: int) -> Tensor:
-    """The pieces of [n, ...] one after another in `dim`."""
+    """Join the pieces of [n, ...] one after another in `dim`."""
     return x.movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -96,13 +96,13 @@ class _Exchange(torch.autograd.Function):
 def exchange_heads(
     xs: Sequence[Tensor], group: dist.ProcessGroup, gather_dim: int, grad_format: Float8Format | None = None
 ) -> tuple[Tensor, ...]:
-    """From a rank's tokens of all heads to all tokens of its heads. Collective: one all-to-all, and one in backward.
+    """Exchange a rank's tokens of all heads for all tokens of its heads. Collective: one all-to-all each way.
 
     Args:
         xs: q, k and v: [S, b, H, D] or [b, S, H, D], H of each divisible by n.
         group: of n ranks, which bring the same shapes.
-        gather_dim: of S.
-        grad_format: of the gradients on their way back; None: in their own dtype.
+        gather_dim: dim of S.
+        grad_format: format of the gradients on their way back; None: their own dtype.
 
     Returns:
         [n S, b, H / n, D] or [b, n S, H / n, D] of each, in its dtype.
@@ -123,12 +123,12 @@ def exchange_heads(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def exchange_tokens(x: Tensor, group: dist.ProcessGroup, scatter_dim: int) -> Tensor:
-    """From all tokens of a rank's heads to its tokens of all heads, in x's dtype, gradients too. Collective likewise.
+    """Exchange all tokens of a rank's heads for its tokens of all heads, in x's dtype. Collective: one each way.
 
     Args:
         x: attention's output, of shape and heads as `exchange_heads` gives them.
         group: of n ranks.
-        scatter_dim: of the tokens: 0 or 1.
+        scatter_dim: dim of the tokens, 0 or 1.
     """
     (result,) = _Exchange.apply(group, (scatter_dim, _HEADS), (None, None), x)
     return result

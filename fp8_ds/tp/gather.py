@@ -23,7 +23,7 @@ from fp8_ds.comm.grouped import all_gather_each
 
 @dataclass(frozen=True)
 class Shard:
-    """What a rank sends.
+    """Codes and scales that a rank sends.
 
     Args:
         codes: FP8 [S, C], contiguous.
@@ -43,11 +43,11 @@ class Gathered:
 
     Args:
         group: the ranks whose shards these are.
-        shard: of this rank.
+        shard: this rank's.
 
     Attributes:
         shape: (T, C).
-        num_bytes: that the gather delivers to this rank, its own share included.
+        num_bytes: bytes that the gather delivers to this rank, its own share included.
     """
 
     def __init__(self, group: dist.ProcessGroup, shard: Shard) -> None:
@@ -64,7 +64,7 @@ class Gathered:
 
     @classmethod
     def arrived_whole(cls, codes: Tensor, scale_inv: Tensor) -> Gathered:
-        """What is there: codes FP8 [T, C], scale_inv float32 [n, ...] as the ranks sent them."""
+        """Wrap what has arrived: codes FP8 [T, C], scale_inv float32 [n, ...] as the ranks sent them."""
         gathered = cls.__new__(cls)
         gathered._codes, gathered._scales = codes, scale_inv
         gathered.shape, gathered.num_bytes = (codes.shape[0], codes.shape[1]), 0
@@ -73,13 +73,13 @@ class Gathered:
 
     @property
     def codes(self) -> Tensor:
-        """FP8 [T, C], contiguous; waits for all of it."""
+        """Codes, FP8 [T, C], contiguous; waits for all of it."""
         self._wait()
         return self._codes
 
     @property
     def scale_inv(self) -> Tensor:
-        """float32 [n, ...] as each rank sent them; waits for all of it."""
+        """Scales, float32 [n, ...] as each rank sent them; waits for all of it."""
         self._wait()
         return self._scales
 
@@ -89,7 +89,7 @@ class Gathered:
             self._work = self._shard = None
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """`make()`, or what it gave the first time: several layers read the same operand."""
+        """Return `make()`, or what it gave the first time: several layers read the same operand."""
         if name not in self._cache:
             self._cache[name] = make()
         return self._cache[name]

@@ -1,5 +1,5 @@
-"""What the ranks of a tensor-parallel group must agree in, checked before anything could hang: the group, texts that
-describe what they have built, and what they bring to a forward."""
+"""Checks that the ranks of a tensor-parallel group agree, before anything could hang: on the group, on texts that
+describe what they have built, and on what they bring to a forward."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 def device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Where small tensors of a check live: NCCL moves nothing that is on the CPU."""
+    """Return the device for small tensors of a check: NCCL moves nothing that is on the CPU."""
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def gather_row(row: Sequence[int], group: dist.ProcessGroup | None = None) -> Tensor:
-    """int64 [ranks, len(row)] on CPU: what each rank passed. Collective, over all ranks if `group` is None."""
+    """Gather what each rank passed, int64 [ranks, len(row)] on CPU. Collective, over all ranks if `group` is None."""
     device = device_of(group)
     mine = torch.tensor(list(row), dtype=torch.int64, device=device)
     everyone = torch.empty(dist.get_world_size(group) * mine.numel(), dtype=torch.int64, device=device)
@@ -39,10 +39,10 @@ def gather_row(row: Sequence[int], group: dist.ProcessGroup | None = None) -> Te
 
 
 def check_group(tp_group: dist.ProcessGroup | None) -> None:
-    """Every rank is in the group that it passed, and so are its peers in the same one. Collective over all ranks.
+    """Check that every rank is in the group that it passed, and its peers in the same one. Collective over all ranks.
 
     Args:
-        tp_group: of this rank. What `dist.new_group` gives to ranks that it leaves out is found to be none.
+        tp_group: this rank's. What `dist.new_group` gives to ranks that it leaves out counts as none.
 
     Raises:
         ConfigError: on all ranks, if any rank passed another.
@@ -68,7 +68,7 @@ def check_group(tp_group: dist.ProcessGroup | None) -> None:
 
 
 def digest(text: str) -> int:
-    """63 bits of it, the same in every process."""
+    """Return a hash of 63 bits, the same in every process."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
@@ -80,10 +80,10 @@ def check_same(
     on_all_ranks: bool,
     remedy: str = "Build the same model from the same configuration everywhere.",
 ) -> None:
-    """The ranks of `group` pass the same texts. Collective.
+    """Check that the ranks of `group` pass the same texts. Collective.
 
     Args:
-        what: they describe, for the message.
+        what: the thing that they describe, for the message.
         texts: the same number on all ranks of `group`, or the first difference is the number.
         group: of ranks that must agree.
         on_all_ranks: all ranks of the world call this, each with its group, and all fail if one group disagrees.
@@ -120,12 +120,12 @@ def shape_text(x: Tensor) -> str:
 
 
 def fingerprint(x: Tensor) -> str:
-    """Of its bits: another element gives another one."""
+    """Return a digest of the bits: another element gives another one."""
     return _digest(_sums(x).cpu())
 
 
 def _sums(x: Tensor) -> Tensor:
-    """int32 [tokens]: the bits of each token's channels, added up."""
+    """Add up the bits of each token's channels, int32 [tokens]."""
     channels = x.detach().reshape(-1, x.shape[-1] if x.dim() else 1)
     return channels.view(torch.int32 if x.element_size() == 4 else torch.int16).sum(-1, dtype=torch.int32)
 
@@ -135,13 +135,13 @@ def _digest(sums: Tensor) -> str:
 
 
 class BatchCheck:
-    """Ranks go on together with the same tokens, or all of them raise.
+    """Check that ranks go on together with the same tokens; else all of them raise.
 
-    One all-gather of 16 bytes a rank for each forward, from host to host (gloo), before anything travels whose size
-    hangs on the batch. No host waits for its GPU: there, values are compared a forward late.
+    It is one all-gather of 16 bytes a rank for each forward, from host to host (gloo), before anything travels whose
+    size depends on the batch. No host waits for its GPU: there, values are compared a forward late.
 
     Args:
-        group: whose ranks bring the same tensor.
+        group: of the ranks that bring the same tensor.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -151,7 +151,7 @@ class BatchCheck:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, x: Tensor) -> None:
-        """Collective. On CUDA with the values of the forward before.
+        """Compare `x`, on CUDA the values of the forward before. Collective.
 
         Args:
             x: what all ranks have.
@@ -177,7 +177,7 @@ class BatchCheck:
 
 
 def new_host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Over gloo, of the ranks of `group`, which alone call this."""
+    """Make a gloo group of the ranks of `group`, which alone call this."""
     options = getattr(group._get_backend(torch.device("cuda")), "options", None) if torch.cuda.is_available() else None
     made: dist.ProcessGroup = dist.new_group(
         dist.get_process_group_ranks(group),

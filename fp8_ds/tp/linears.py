@@ -1,4 +1,4 @@
-"""Linears whose weights are cut over the ranks of a tensor-parallel group, in high precision and in FP8.
+"""Linears whose weights are sharded over a tensor-parallel group, in high precision and in FP8.
 
 Shape suffixes: S tokens of one rank, T = S n tokens of all n ranks, I input features, O output features.
 
@@ -6,7 +6,7 @@ Column-parallel: a rank has rows of the weight, [O / n, I]; it reads all of x an
 Row-parallel: a rank has columns of the weight, [O, I / n]; it reads its features of x and gives an addend of the
 output.
 
-Ranks bring as many tokens each. Models that `parallelize` has cut compare them at every forward; called otherwise,
+Ranks bring as many tokens each. Models that `parallelize` has sharded compare them at every forward; called otherwise,
 these layers compare the first batch only.
 """
 
@@ -52,11 +52,11 @@ from fp8_ds.tp.rules import Rule, TensorRule, rule_of
 
 
 class ParallelLinear(nn.Linear):
-    """A part of an nn.Linear. Made from a whole one by `from_full`, never constructed.
+    """A rank's shard of an nn.Linear; `from_full` makes it of a whole one.
 
     Attributes:
-        tp: the group and how it talks.
-        fp8_class: what `apply_plan` makes of it.
+        tp: the group and its settings.
+        fp8_class: the class that `apply_plan` gives it.
     """
 
     tp: TensorParallel
@@ -65,7 +65,7 @@ class ParallelLinear(nn.Linear):
 
     @classmethod
     def from_full(cls, module: nn.Linear, tp: TensorParallel, unit: int = 1) -> Any:
-        """`module` itself, with this rank's part of the weight: same object, same Parameters, fewer numbers in them.
+        """Shard `module` in place: same object, same Parameters, with this rank's part of the numbers.
 
         Sharded Parameters get `tensor_model_parallel` and `model_parallel`, by which DeepSpeed and Megatron know that
         each rank's part counts in a gradient norm.
@@ -76,7 +76,7 @@ class ParallelLinear(nn.Linear):
             unit: features that must stay together (a head).
 
         Raises:
-            ConfigError: it cannot be cut, see `problem`.
+            ConfigError: it cannot be sharded, see `problem`.
         """
         if problem := cls.problem(module, tp.size, unit):
             raise ConfigError(
@@ -92,7 +92,7 @@ class ParallelLinear(nn.Linear):
 
     @classmethod
     def problem(cls, module: nn.Module, num_ranks: int, unit: int) -> str:
-        """Why `module` cannot be cut over so many ranks; empty if it can."""
+        """Say why `module` cannot be sharded over so many ranks; empty if it can."""
         if type(module) is not nn.Linear:
             return f"a {type(module).__name__}, not exactly an nn.Linear"
         if hasattr(module.weight, "ds_id"):
@@ -117,15 +117,15 @@ class ParallelLinear(nn.Linear):
 
 
 def contexts_of(model: nn.Module) -> list[TensorParallel]:
-    """Of its parallel linears, each once; none where it has not been cut."""
+    """Return the contexts of the model's parallel linears, each once; empty if it is not TP-sharded."""
     return list({id(module.tp): module.tp for module in model.modules() if isinstance(module, ParallelLinear)}.values())
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """Rows of a weight, in high precision.
+    """Linear with a rank's rows of a weight, in high precision.
 
     With sequence parallelism forward all-gathers x (2 S I (n - 1) bytes received in bf16) and backward reduce-scatters
-    its gradient (as many); without, backward all-reduces it. Neither where `gathers_input` is false.
+    its gradient (as many); without, backward all-reduces it. Without `gathers_input` it does neither.
 
     Attributes:
         gathers_input: whether it is called with a shard of the tokens, or, without sequence parallelism, whether it
@@ -142,7 +142,7 @@ class ColumnParallelLinear(ParallelLinear):
         self.out_features //= self.tp.size
 
     def full_input(self, x: Tensor) -> Tensor:
-        """All tokens of x, in its dtype; what this layer does to its gradient included."""
+        """Return all tokens of x, in its dtype, with autograd for what this layer does to the gradient."""
         if not self.gathers_input:
             return x
         self.tp.check_first(x, is_full=False, is_replicated=not self.tp.sequence_parallel)
@@ -153,7 +153,7 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 class RowParallelLinear(ParallelLinear):
-    """Columns of a weight, in high precision; the bias is whole, and added once.
+    """Linear with a rank's columns of a weight, in high precision; the bias is whole, and added once.
 
     With sequence parallelism forward reduce-scatters the output and backward all-gathers its gradient (2 S O (n - 1)
     bytes received each in bf16); without, forward all-reduces the output.
@@ -176,10 +176,10 @@ class RowParallelLinear(ParallelLinear):
 
 
 def sum_gradient(p: Tensor, tp: TensorParallel) -> None:
-    """The gradient of `p`, which all ranks have and each uses on its tokens, is summed over ranks from now on.
+    """Sum the gradient of `p`, which all ranks have and each uses on its tokens, over ranks from now on.
 
-    One all-reduce in float32 per backward in which it trains, frozen now or not; before DeepSpeed's or anybody's hooks
-    see the gradient.
+    It takes one all-reduce in float32 per backward in which `p` trains, frozen now or not, before DeepSpeed's or
+    anybody's hooks see the gradient.
     """
     trains = p.requires_grad
     p.requires_grad_()  # torch takes hooks for no other tensor, and keeps them whatever becomes of it
@@ -188,7 +188,7 @@ def sum_gradient(p: Tensor, tp: TensorParallel) -> None:
 
 
 class ParallelFp8Linear(Fp8Linear):
-    """Mix-in before a class of parts of linears, whose layers it computes in FP8. Made by `from_linear`.
+    """Mix-in before a class of sharded linears, computed in FP8; `from_linear` makes it.
 
     Attributes:
         tp_rule: how the operand that is gathered travels in FP8; None: none does.
@@ -199,11 +199,11 @@ class ParallelFp8Linear(Fp8Linear):
 
     @classmethod
     def from_linear(cls, module: nn.Module, recipe: Recipe) -> Any:
-        """`module` itself, now in FP8: same object, same Parameters, hooks and state dict.
+        """Convert `module` to FP8 in place: same object, same Parameters, hooks and state dict.
 
         Args:
             module: exactly of the class that this one is for.
-            recipe: of its own.
+            recipe: the layer's own.
 
         Raises:
             ConfigError: another class, or a recipe that does not travel in FP8.
@@ -227,7 +227,7 @@ class ParallelFp8Linear(Fp8Linear):
 
 
 def linear_backward(ctx: Any, grad_output: Tensor, send: Callable[[Tensor], None] | None = None) -> tuple[Any, ...]:
-    """Gradients of x, weight and bias by what a forward has left on `ctx`; `send` as in `linear_grads`."""
+    """Compute gradients of x, weight and bias from what a forward has left on `ctx`; `send` as in `linear_grads`."""
     needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     grad_TO = as_matrix(grad_output)
     weight, kept = weight_and_input(ctx, needs_weight)
@@ -261,7 +261,7 @@ class _ColumnFunction(torch.autograd.Function):
 
 
 class ColumnParallelFp8Linear(ParallelFp8Linear, ColumnParallelLinear):
-    """ColumnParallelLinear in FP8. Made from one by `from_linear`.
+    """ColumnParallelLinear in FP8; `from_linear` makes it of one.
 
     Collectives, with sequence parallelism, where this layer gathers its input (else the module around it does, once for
     all its linears):
@@ -279,7 +279,7 @@ class ColumnParallelFp8Linear(ParallelFp8Linear, ColumnParallelLinear):
 
     @staticmethod
     def mlp_function(linears: Sequence[Any]) -> Any:  # type: ignore[override]
-        """`parallel_mlp`, where it computes what gate, up and down give by themselves; else None."""
+        """Return `parallel_mlp` if it computes what gate, up and down give by themselves; else None."""
         if [type(one) for one in linears] != [ColumnParallelFp8Linear, ColumnParallelFp8Linear, RowParallelFp8Linear]:
             return None
         rules = [one.tp_rule for one in linears]
@@ -306,7 +306,7 @@ def _column_output(x: Tensor, tp: TensorParallel, layer: ColumnParallelFp8Linear
 def gather_input(
     x: Tensor, tp: TensorParallel, rule: Rule, shape: tuple[int, ...] | None = None
 ) -> tuple[Tensor, Gathered]:
-    """Quantise a shard and gather it.
+    """Quantize a shard and gather it.
 
     Args:
         x: [..., I], this rank's tokens.
@@ -372,7 +372,7 @@ class _RowFunction(torch.autograd.Function):
 
 
 class RowParallelFp8Linear(ParallelFp8Linear, RowParallelLinear):
-    """RowParallelLinear in FP8. Made from one by `from_linear`.
+    """RowParallelLinear in FP8; `from_linear` makes it of one.
 
     Collectives, with sequence parallelism:
 

@@ -40,7 +40,7 @@ from fp8_ds.tp.rules import TensorRule
 
 
 class _Rules(NamedTuple):
-    """Of the three linears, equal in kind."""
+    """One rule for each of the three linears, equal in kind."""
 
     gate: TensorRule
     up: TensorRule
@@ -52,7 +52,7 @@ class _Rules(NamedTuple):
 
 
 class _ParallelMlp(torch.autograd.Function):
-    """See the module's text. Its inputs are those of `Wanted` but for the last, and four that have no gradient."""
+    """The function of the module's docstring. Inputs are those of `Wanted` but the last, and four without gradient."""
 
     @staticmethod
     def forward(
@@ -148,12 +148,12 @@ def _apply(x: Tensor, tp: TensorParallel, linears: Sequence[Any], nonlinear: Non
 
 
 def parallel_mlp(x: Tensor, linears: Sequence[Any], nonlinear: Nonlinear) -> Tensor:
-    """`down(silu(gate(x)) * up(x))` of a shard of the tokens. Collective.
+    """Compute `down(silu(gate(x)) * up(x))` of a shard of the tokens. Collective.
 
     Args:
         x: bf16 [..., I], this rank's tokens.
-        linears: gate, up and down, cut and in FP8, which talk by local scales with sequence parallelism: those of
-            which `ColumnParallelFp8Linear.mlp_function` says so.
+        linears: gate, up and down, TP-sharded and in FP8, with sequence parallelism and a local scale on each rank:
+            those for which `ColumnParallelFp8Linear.mlp_function` returns this function.
         nonlinear: how gate and up are kept, see `Producer`.
 
     Returns:

@@ -8,10 +8,10 @@ from fp8_ds.errors import ConfigError
 
 
 class ParallelGroups:
-    """Neighbouring ranks share a model, ranks at equal places in it share data.
+    """Groups of neighbouring ranks, which share a model, and of ranks at equal places in it, which share data.
 
-    With 4 ranks and 2 of tensor parallelism: tensor-parallel (0, 1) and (2, 3), data-parallel (0, 2) and (1, 3).
-    Made on all ranks alike. `deepspeed.initialize(..., mpu=groups)`.
+    With 4 ranks and 2 of tensor parallelism: tensor-parallel (0, 1) and (2, 3), data-parallel (0, 2) and (1, 3). Make
+    it on all ranks alike, for `deepspeed.initialize(..., mpu=groups)`.
 
     Args:
         tp_size: ranks of a tensor-parallel group.

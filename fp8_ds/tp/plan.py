@@ -1,4 +1,4 @@
-"""parallelize: a model's linears cut over a tensor-parallel group, and its activations sharded between them."""
+"""parallelize: shard a model's linears over a tensor-parallel group, and its activations between them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from fp8_ds.tp.rules import RECIPES
 
 @dataclass(frozen=True)
 class TensorParallelPlan:
-    """Which modules do what, by patterns (`fnmatch`) of their names.
+    """Roles of a model's modules, by patterns (`fnmatch`) of their names.
 
     Args:
-        heads: column-parallel, cut between heads; the module around them has `head_dim`.
+        heads: column-parallel, sharded between heads; the module around them has `head_dim`.
         column: column-parallel.
         row: row-parallel.
-        row_heads: row-parallel, cut between heads.
+        row_heads: row-parallel, sharded between heads.
         blocks: modules whose first argument all column-parallel linears inside read, and nothing else does: it is
             gathered (without sequence parallelism: its gradient summed) once for all of them. They read it as it is,
             and row-parallel ones give tokens in the same order.
@@ -95,21 +95,21 @@ def parallelize(
     sequence_parallel: bool = True,
     config: TensorParallelConfig | None = None,
 ) -> TensorParallel:
-    """Cut `model` in place; what is then FP8 says the "fp8" block, when deepspeed.initialize is given it. Collective.
+    """Shard `model` in place; the "fp8" block of deepspeed.initialize says later what is in FP8. Collective.
 
     Replicated Parameters and buffers become those of the group's first rank. Call it on all ranks of the world, with
     the model whole and the same, before `deepspeed.initialize(..., mpu=...)` (`ParallelGroups` is such an mpu).
 
     Args:
         model: names as in `plan`; in high precision.
-        plan: what is cut how.
+        plan: which modules are sharded how.
         tp_group: this rank's; groups of different ranks are the same or do not overlap.
-        sequence_parallel: activations outside the blocks are sharded by tokens, and gathered and reduce-scattered at
-            their borders; else they are on all ranks, and all-reduced.
-        config: how layers talk; under DeepSpeed the "tensor_parallel" block, which replaces this one.
+        sequence_parallel: whether activations outside the blocks are sharded by tokens, and gathered and
+            reduce-scattered at their borders; else they are on all ranks, and all-reduced.
+        config: how layers communicate; under DeepSpeed the "tensor_parallel" block replaces it.
 
     Returns:
-        What the layers share.
+        The context that the layers share.
 
     Raises:
         ConfigError: on all ranks: a rank is not in its group, models differ, the plan does not fit or does not divide,
@@ -145,7 +145,7 @@ def parallelize(
 
 
 def configure(model: nn.Module, config: TensorParallelConfig, recipe: str) -> None:
-    """The layers of a model that `parallelize` has cut talk as `config` says. Before they are converted to FP8.
+    """Make the layers that `parallelize` has sharded communicate as `config` says; call it before they are FP8.
 
     Args:
         model: any.
@@ -180,7 +180,7 @@ class _Cut:
 
 
 def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    """Modules by name; every pattern must match one.
+    """Return modules by name; every pattern must match one.
 
     Raises:
         ConfigError: one matches none.
@@ -199,7 +199,7 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """`fnmatch`, where a star matches no dot but at the beginning: layers.*.mlp is no layers.0.x.mlp."""
+    """Whether `fnmatch` matches; a star matches no dot but at the beginning: layers.*.mlp is no layers.0.x.mlp."""
     tail = pattern.removeprefix("*")
     parts, wanted = name.split("."), tail.split(".")
     if len(parts) < len(wanted) or (tail == pattern and len(parts) != len(wanted)):
@@ -208,10 +208,10 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _cuts(model: nn.Module, plan: TensorParallelPlan, tp: TensorParallel) -> list[_Cut]:
-    """What is to be cut how.
+    """Return the linears to shard, and how.
 
     Raises:
-        ConfigError: something cannot be; all of it at once.
+        ConfigError: some cannot be sharded; the message names all of them.
     """
     cuts: list[_Cut] = []
     problems: list[str] = []
@@ -258,10 +258,10 @@ def _one(model: nn.Module, pattern: str) -> nn.Module:
 
 
 def _check_named(where: str, field: str, modules: dict[str, nn.Module], known: Sequence[nn.Module]) -> None:
-    """Parameters inside `modules` are those of `known`: cut, or the plan says what becomes of their gradients.
+    """Check that Parameters inside `modules` are in `known`: sharded, or the plan says what becomes of their gradients.
 
     Raises:
-        ConfigError: naming those of which a rank would have its own part of the gradient only.
+        ConfigError: some are not; a rank would have its own part of their gradients only.
     """
     ids = {id(p) for module in known for p in module.parameters()}
     left = {
@@ -278,10 +278,10 @@ def _check_named(where: str, field: str, modules: dict[str, nn.Module], known: S
 
 
 def _replicated(summed: dict[str, nn.Module], cuts: Sequence[_Cut]) -> list[nn.Parameter]:
-    """Parameters of `summed`, each once however often it is named.
+    """Return the Parameters of `summed`, each once however often it is named.
 
     Raises:
-        ConfigError: one is of a linear that is cut: gradients of different parts of a weight would be added up.
+        ConfigError: one is a sharded linear's: gradients of different parts of a weight would be added up.
     """
     owners = {id(p): cut.fqn for cut in cuts for p in cut.module.parameters()}
     for name, module in summed.items():
@@ -295,7 +295,7 @@ def _replicated(summed: dict[str, nn.Module], cuts: Sequence[_Cut]) -> list[nn.P
 
 @torch.no_grad()
 def _replicate(model: nn.Module, tp: TensorParallel) -> None:
-    """Everything that is not sharded is that of the group's first rank."""
+    """Copy everything that is not sharded from the group's first rank."""
     first = dist.get_global_rank(tp.group, 0)
     for tensor in (*model.parameters(), *model.buffers()):
         if not getattr(tensor, "tensor_model_parallel", False) and tensor.numel():

@@ -1,4 +1,4 @@
-"""Where activations change hands between tensor-parallel layers: autograd functions, a collective each way at most.
+"""Exchange of activations between tensor-parallel layers: autograd functions, at most one collective each way.
 
     function           forward                          backward
     split_tokens       own tokens of a full tensor      all-gather
@@ -36,7 +36,7 @@ _traced: Any = torch.ops._c10d_functional
 
 
 def _all_gathered(shards: Sequence[Tensor], tp: TensorParallel) -> list[Tensor]:
-    """Of each [S, ...], in a graph, all ranks' [n S, ...]; one collective."""
+    """Gather all ranks' [n S, ...] of each [S, ...], in a graph; one collective."""
     sent = [shard.contiguous().view(-1).view(torch.uint8) for shard in shards]
     received = _traced.all_gather_into_tensor_coalesced(sent, tp.size, tp.group_name)
     return [
@@ -46,7 +46,7 @@ def _all_gathered(shards: Sequence[Tensor], tp: TensorParallel) -> list[Tensor]:
 
 
 def gather_shard(shard: Shard, tp: TensorParallel) -> Gathered:
-    """Every rank's `shard`, under way where it may be. Collective."""
+    """Gather every rank's `shard`, asynchronously where possible. Collective."""
     if is_tracing():
         codes, scale_inv = _all_gathered([shard.codes, shard.scale_inv[None]], tp)
         return Gathered.arrived_whole(codes, scale_inv)
@@ -56,7 +56,7 @@ def gather_shard(shard: Shard, tp: TensorParallel) -> Gathered:
 
 
 def gathered_tokens(tp: TensorParallel, x: Tensor) -> Tensor:
-    """[T, C] of every rank's [..., C], in x's dtype."""
+    """Gather [T, C] of every rank's [..., C], in x's dtype."""
     shard = x.reshape(-1, x.shape[-1]).contiguous()
     if is_tracing():
         return _all_gathered([shard], tp)[0]
@@ -66,14 +66,14 @@ def gathered_tokens(tp: TensorParallel, x: Tensor) -> Tensor:
 
 
 def own_tokens(tp: TensorParallel, x: Tensor) -> Tensor:
-    """[T / n, C] of a full [..., C]."""
+    """Return this rank's [T / n, C] of a full [..., C]."""
     tokens = x.reshape(-1, x.shape[-1])
     num = tokens.shape[0] // tp.size
     return tokens[tp.rank * num : (tp.rank + 1) * num]
 
 
 def reduced_tokens(tp: TensorParallel, x: Tensor) -> Tensor:
-    """Own tokens [T / n, C] of the sum over ranks of [..., C].
+    """Return own tokens [T / n, C] of the sum over ranks of [..., C].
 
     In bf16 the backend adds (NCCL and gloo round at every hop). In FP8 each rank's addend is rounded once, to E4M3 with
     a power of two per 128 elements, travels by all-to-all, and is added exactly.
@@ -93,7 +93,7 @@ def reduced_tokens(tp: TensorParallel, x: Tensor) -> Tensor:
 
 
 def start_reduction(tp: TensorParallel, x: Tensor) -> Callable[[], Tensor]:
-    """`reduced_tokens` of x is under way where it may be, beside what is launched next; the result gives it."""
+    """Start `reduced_tokens` of x, where possible beside what is launched next; the result waits and returns it."""
     if is_tracing() or tp.config.reduce_scatter == "fp8":
         reduced = reduced_tokens(tp, x)
         return lambda: reduced
@@ -109,7 +109,7 @@ def start_reduction(tp: TensorParallel, x: Tensor) -> Callable[[], Tensor]:
 
 
 def summed_over_ranks(tp: TensorParallel, x: Tensor) -> Tensor:
-    """The sum over ranks, on all of them; a new tensor."""
+    """Return the sum over ranks, on all of them; a new tensor."""
     if is_tracing():
         return _traced.wait_tensor(_traced.all_reduce(x.contiguous(), "sum", tp.group_name))
     total = x.clone(memory_format=torch.contiguous_format)
@@ -192,7 +192,7 @@ class _Sum(torch.autograd.Function):
 
 @traced_where_possible
 def split_tokens(x: Tensor, tp: TensorParallel) -> Tensor:
-    """[1, T / n, C] of a tensor [..., C] that all ranks have."""
+    """Return this rank's [1, T / n, C] of a tensor [..., C] that all ranks have."""
     tp.check_batch(x, is_full=True)
     result: Tensor = _Split.apply(x, tp)
     return result
@@ -200,7 +200,7 @@ def split_tokens(x: Tensor, tp: TensorParallel) -> Tensor:
 
 @traced_where_possible
 def gather_tokens(x: Tensor, tp: TensorParallel, shape: tuple[int, ...] | None = None, *, reduces: bool) -> Tensor:
-    """All ranks' tokens.
+    """Gather all ranks' tokens.
 
     Args:
         x: [..., C], this rank's.
@@ -217,7 +217,7 @@ def gather_tokens(x: Tensor, tp: TensorParallel, shape: tuple[int, ...] | None =
 def gather_tokens_fp8(
     x: Tensor, tp: TensorParallel, gathered: Gathered, shape: tuple[int, ...] | None = None
 ) -> Tensor:
-    """A nominal tensor that stands for `gathered`, for column-parallel FP8 layers alone: all others read NaN.
+    """Return a nominal tensor that stands for `gathered`, for column-parallel FP8 layers alone: others read NaN.
 
     Args:
         x: [..., C], this rank's; its gradient is the sum of what the ranks' layers give for its tokens.
@@ -236,20 +236,20 @@ def gather_tokens_fp8(
 
 @traced_where_possible
 def reduce_tokens(x: Tensor, tp: TensorParallel) -> Tensor:
-    """[1, T / n, C] of the sum over ranks of [..., C]."""
+    """Return this rank's [1, T / n, C] of the sum over ranks of [..., C]."""
     result: Tensor = _Reduce.apply(x, tp)
     return result
 
 
 @traced_where_possible
 def copy_to_ranks(x: Tensor, tp: TensorParallel) -> Tensor:
-    """x, which all ranks have; its gradient is the sum of theirs."""
+    """Return x, which all ranks have; its gradient is the sum of theirs."""
     result: Tensor = _Copy.apply(x, tp)
     return result
 
 
 @traced_where_possible
 def sum_over_ranks(x: Tensor, tp: TensorParallel) -> Tensor:
-    """The sum over ranks, for all of which the same follows."""
+    """Return the sum over ranks, for all of which the same follows."""
     result: Tensor = _Sum.apply(x, tp)
     return result

@@ -1,4 +1,4 @@
-"""How the operands of each recipe travel, and what their GEMMs take on arrival: one object per layer.
+"""Rules by which a recipe's operands travel, and what their GEMMs take on arrival: one object per layer.
 
 Only two operands of a linear are gathered: x of a column-parallel layer and grad_output of a row-parallel one. All
 others are local, and quantised as without tensor parallelism. On arrival each rank's rows have that rank's scales:
@@ -31,7 +31,7 @@ from fp8_ds.ops.transpose import transpose
 from fp8_ds.tp.gather import Gathered, Shard
 
 RECIPES = ("tensorwise", "rowwise", "blockwise")
-"""Of linears whose operands can be gathered in FP8."""
+"""Recipes of linears whose operands can be gathered in FP8."""
 
 Kept = tuple[Tensor, Tensor]
 """(columns [I, T], scale_inv): x as grad_weight takes it."""
@@ -39,7 +39,7 @@ Kept = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Rule(ABC):
-    """Of one tensor-parallel linear.
+    """Form in which the operands of one tensor-parallel linear travel in FP8.
 
     Args:
         recipe: of the layer.
@@ -50,17 +50,17 @@ class Rule(ABC):
     # --- x of a column-parallel layer, gathered ---
 
     def send_input(self, x: Tensor, *, record: bool) -> Shard:
-        """x of this rank, [..., I], in E4M3: as the recipe quantises it."""
+        """Quantize x of this rank, [..., I], to E4M3, as the recipe does."""
         x_fp8 = self.recipe.quantize_input(x, needs_columns=False, record=record)
         assert x_fp8.rows is not None
         return Shard(x_fp8.rows, x_fp8.scale_inv)
 
     def output(self, gathered: Gathered, weight_fp8: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """`x W^T + b` of a gathered x, [T, O] in `dtype`; of this rank's weight and bias."""
+        """Compute `x W^T + b` of a gathered x, [T, O] in `dtype`, by this rank's weight and bias."""
         return self.recipe.biased_output(self.rows(gathered), weight_fp8, bias, dtype)
 
     def keep_input(self, gathered: Gathered) -> Kept:
-        """What grad_weight needs of a gathered x, its codes transposed; made once for all layers that read it."""
+        """Return what grad_weight needs of a gathered x, codes transposed; made once for all layers that read it."""
         return gathered.once("kept", lambda: self._columns(gathered))
 
     def _columns(self, gathered: Gathered) -> Kept:
@@ -69,24 +69,24 @@ class Rule(ABC):
     # --- grad_output of a row-parallel layer, gathered ---
 
     def quantize_input(self, x: Tensor, *, needs_columns: bool, record: bool) -> Quantized:
-        """x of a row-parallel layer, [..., I], which stays where it is."""
+        """Quantize x of a row-parallel layer, [..., I], which stays where it is."""
         return self.recipe.quantize_input(x, needs_columns=needs_columns, record=record)
 
     @abstractmethod
     def send_grad(self, grad_SO: Tensor) -> Shard:
-        """grad_output of this rank's tokens, [S, O], contiguous, in the recipe's gradient format."""
+        """Quantize grad_output of this rank's tokens, [S, O], contiguous, to the recipe's gradient format."""
 
     def prepared(self, weight: Fp8Weight) -> Fp8Weight:
-        """The same weight, its codes laid out as `grad_input` reads them: before grad_output is there."""
+        """Return the weight with its codes laid out as `grad_input` reads them, before grad_output is there."""
         return Fp8Weight(weight.transposed().t(), weight.scale_inv)
 
     def grad_input(self, rows: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
-        """[.., I] of some rows of the gathered grad_output."""
+        """Compute grad_input, [.., I], of some rows of the gathered grad_output."""
         return self.recipe.grad_input(rows, weight, dtype)
 
     @abstractmethod
     def grad_weight(self, gathered: Gathered, kept: Kept, dtype: torch.dtype) -> Tensor:
-        """[O, I] of the gathered grad_output and what was kept of x."""
+        """Compute grad_weight, [O, I], of the gathered grad_output and what was kept of x."""
 
     def grads(
         self,
@@ -95,7 +95,7 @@ class Rule(ABC):
         kept: Kept | None,
         dtypes: tuple[torch.dtype, torch.dtype],
     ) -> tuple[Tensor | None, Tensor | None]:
-        """(grad_input [T, I], grad_weight [O, I]) of a gathered grad_output; None for what is not wanted.
+        """Return (grad_input [T, I], grad_weight [O, I]) of a gathered grad_output; None for what is not wanted.
 
         Args:
             gathered: grad_output.
@@ -110,10 +110,10 @@ class Rule(ABC):
 
     @abstractmethod
     def row_scales(self, scale_inv: Tensor, num_rows: int) -> Tensor:
-        """Scales as they arrived, [n, ...] of `num_rows` rows, as a GEMM takes them."""
+        """Return scales as a GEMM takes them; they arrive as [n, ...] of `num_rows` rows."""
 
     def rows(self, gathered: Gathered) -> Quantized:
-        """All rows of what was gathered."""
+        """Return all rows of what was gathered."""
         scales = gathered.once("row_scales", lambda: self.row_scales(gathered.scale_inv, gathered.shape[0]))
         return Quantized(gathered.codes, None, scales)
 
@@ -206,7 +206,7 @@ class BlockRule(Rule):
 
 
 def rule_of(recipe: Recipe) -> Rule:
-    """The rule of a layer with `recipe`.
+    """Return the rule of a layer with `recipe`.
 
     Raises:
         ConfigError: there is none for the recipe.
@@ -224,7 +224,7 @@ def rule_of(recipe: Recipe) -> Rule:
 
 
 def quantize_rows_pow2(x: Tensor, fmt: Float8Format) -> tuple[Tensor, Tensor]:
-    """`x` in FP8 by a power of two for each row: two reads of `x`.
+    """Quantize `x` by a power of two for each row: two reads of `x`.
 
     Args:
         x: bf16, fp16 or fp32, contiguous [T, C].

@@ -1,7 +1,7 @@
 """DeepSpeed's Ulysses attention with q, k and v exchanged in FP8: retyped in place.
 
-Stock sends q, k and v in bf16, one all-to-all each. Here they travel together, D + 1 bytes for a head of D elements.
-The output of attention goes back in bf16. Seams: engine/seams.py.
+DeepSpeed sends q, k and v in bf16, one all-to-all each. Here they travel together, D + 1 bytes for a head of D
+elements. The output of attention goes back in bf16. Seams: engine/seams.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GradFormat = Literal["bf16", "e4m3", "e5m2"]
 
 
 class Fp8DistributedAttention(ds_sequence.DistributedAttention):
-    """deepspeed.sequence.layer.DistributedAttention. Made by `exchange_in_fp8`.
+    """deepspeed.sequence.layer.DistributedAttention in FP8; `exchange_in_fp8` makes it.
 
     Attributes:
         fp8_grads: format of the gradients of q, k and v on their way; None: bf16.
@@ -38,7 +38,7 @@ class Fp8DistributedAttention(ds_sequence.DistributedAttention):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Args: of DistributedAttention.forward; q, k and v have four dims, and heads that divide."""
+        """Run DistributedAttention.forward; q, k and v have four dims, and heads that divide."""
         query, key, value = exchange_heads((query, key, value), self.spg, self.gather_idx, self.fp8_grads)
         if rotary_pos_emb is not None:
             cos, sin = rotary_pos_emb[0].permute(1, 0, 2, 3), rotary_pos_emb[1].permute(1, 0, 2, 3)
@@ -50,14 +50,14 @@ class Fp8DistributedAttention(ds_sequence.DistributedAttention):
 
 
 class _HfMixin(nn.Module):
-    """Before deepspeed's UlyssesSPAttentionHF."""
+    """Mix-in before DeepSpeed's UlyssesSPAttentionHF."""
 
     fp8_grads: Float8Format | None
     process_group: Any
     kv_replication_factor: int
 
     def _combine_local_sequences(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """[S, b, H, D] of each to [n S, b, H / n, D]; fewer k and v heads than ranks are repeated, as stock does."""
+        """Exchange each [S, b, H, D] for [n S, b, H / n, D]; fewer k and v heads than ranks are repeated first."""
         if self.kv_replication_factor > 1:
             key, value = (x.repeat_interleave(self.kv_replication_factor, dim=2) for x in (key, value))
         result: tuple[Tensor, ...] = exchange_heads((query, key, value), self.process_group, 0, self.fp8_grads)
@@ -65,12 +65,12 @@ class _HfMixin(nn.Module):
 
 
 def exchange_in_fp8(attention: nn.Module | None = None, grads: GradFormat = "bf16") -> nn.Module:
-    """A Ulysses attention sends q, k and v in E4M3 from now on: the same object.
+    """Make a Ulysses attention send q, k and v in E4M3 from now on, in place.
 
     Args:
         attention: a DistributedAttention or an UlyssesSPAttentionHF; None: the one that
             UlyssesSPAttentionHF.register_with_transformers has put into transformers.
-        grads: what their gradients travel in.
+        grads: format in which their gradients travel.
 
     Returns:
         `attention`.
@@ -113,7 +113,7 @@ def _check_stock(module: Any) -> None:
 
 
 def _registered(kind: type) -> Any:
-    """The one that a function among transformers' attention functions has in its closure."""
+    """Return the one that a function among transformers' attention functions has in its closure."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     functions = [ALL_ATTENTION_FUNCTIONS[name] for name in ALL_ATTENTION_FUNCTIONS.valid_keys()]

@@ -15,7 +15,7 @@ from fp8_ds.errors import ConfigError
 from fp8_ds.tools.compare.curves import Curve, read_curve
 
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-"""0.975 quantiles of Student's t with 1, 2, ... degrees of freedom; with more than 15 that of 15, a little too wide."""
+"""0.975 quantiles of Student's t with 1, 2, ... degrees of freedom; above 15 that of 15 is used, a little too wide."""
 MEAN_BOUND, UPPER_BOUND = 0.1, 0.3
 """Per cent by which the loss may be higher: its mean difference, and the upper end of the 95 % interval of that.
 Tighter than DeepSeek-V3's 0.25 % (arXiv 2412.19437, section 3.3)."""
@@ -35,7 +35,7 @@ class Paired:
 
     @property
     def half_width(self) -> float:
-        """Half the 95 % interval of the mean, by Student's t; infinite for one pair, NaN where one is not finite."""
+        """Half the 95 % interval of the mean, by Student's t; infinite for one pair, NaN if one is not finite."""
         degrees = len(self.by_pair) - 1
         if degrees < 1 or not math.isfinite(self.mean):
             return math.inf if math.isfinite(self.mean) else math.nan
@@ -43,8 +43,8 @@ class Paired:
         return quantile * statistics.stdev(self.by_pair) / math.sqrt(len(self.by_pair))
 
     def verdict(self) -> Verdict:
-        """parity: the mean and the upper end of its interval are within the bounds. worse: the lower end is above the
-        bound of the mean. undecided: neither; more pairs or longer runs would tell."""
+        """Return "parity" if the mean and the upper end of its interval are within the bounds, "worse" if the lower end
+        is above the bound of the mean, else "undecided": more pairs or longer runs would tell."""
         if self.mean <= MEAN_BOUND and self.mean + self.half_width <= UPPER_BOUND:
             return "parity"
         return "worse" if self.mean - self.half_width > MEAN_BOUND else "undecided"
@@ -60,7 +60,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Result:
-    """A group against the base.
+    """Comparison of a group with the base.
 
     Attributes:
         base_loss, loss: means over runs and the compared steps; the latter is NaN where a run diverged in these.
@@ -86,7 +86,7 @@ class Comparison:
     """All groups, the base first, and the result of each other one.
 
     Attributes:
-        steps: that all runs have, up to the one that was asked for; `compared` are the last of these.
+        steps: the steps that all runs have, up to the one that was asked for; `compared` are the last of these.
         noise_percent: deviation of the base's runs in the compared steps, relative to their mean; None for one run.
     """
 
@@ -173,7 +173,7 @@ def compare(groups: Sequence[Group], fraction: float, until: int | None = None) 
 
 
 def _mean(values: Sequence[float]) -> float:
-    """NaN where a value is not finite."""
+    """Return the mean; NaN if a value is not finite."""
     return statistics.fmean(values) if all(map(math.isfinite, values)) else math.nan
 
 
@@ -196,7 +196,7 @@ def _loss_of_base(curve: Curve, steps: Sequence[int], until: int | None) -> floa
 
 
 def describe(one: Result) -> str:
-    """One sentence for a person."""
+    """Say the result in one sentence for a person."""
     told = f"{one.run}: {one.percent:+.3f} %"
     if one.diverged_at is not None:
         return f"{one.run}: diverged at step {one.diverged_at}: worse. Its loss is not finite there."
@@ -214,7 +214,7 @@ def describe(one: Result) -> str:
 
 
 def describe_all(found: Comparison) -> str:
-    """Lines about what was compared, each result, and the noise of the base."""
+    """Return lines about what was compared, each result, and the noise of the base."""
     ends = [(group.name, sorted({max(curve.losses) for curve in group.curves})) for group in found.groups]
     told = [
         f"Compared: the mean loss of the last {len(found.compared)} of {len(found.steps)} common steps, "
@@ -228,7 +228,7 @@ def describe_all(found: Comparison) -> str:
 
 
 def as_data(found: Comparison) -> dict[str, Any]:
-    """For JSON; an interval that is not known is null, and so is what a diverged run makes of a number."""
+    """Return data for JSON; an interval that is not known is null, and so is a diverged run's number."""
 
     def known(value: Any) -> Any:
         if isinstance(value, tuple):

@@ -27,7 +27,7 @@ class Curve:
     losses: Mapping[int, float]
 
     def diverged_at(self, until: int | None = None) -> int | None:
-        """The first step without a finite loss, of those up to `until`; None: there is none."""
+        """Return the first step without a finite loss, of those up to `until`; None: there is none."""
         bad = (step for step, loss in self.losses.items() if not math.isfinite(loss))
         return next((step for step in bad if until is None or step <= until), None)
 
@@ -66,7 +66,7 @@ def read_curve(path: Path, column: str | None = None) -> Curve:
 
 
 def _last_attempt(pairs: Iterable[tuple[int, float]]) -> dict[int, float]:
-    """By step. A step that comes again is that of a run which was resumed: what came after it before is gone."""
+    """Return losses by step. A step that comes again is a resumed run's: what came from it on before is dropped."""
     found: dict[int, float] = {}
     newest = -1
     for step, loss in pairs:
@@ -136,7 +136,7 @@ def _step_of(row: Mapping[str, Any]) -> int:
 
 
 def _scalars(path: Path) -> list[dict[str, Any]]:
-    """Those of an event file, by TensorBoard's own reader, which leaves out an incomplete record at the end."""
+    """Read an event file's scalars by TensorBoard's own reader, which leaves out an incomplete record at the end."""
     try:
         from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
         from tensorboard.util.tensor_util import make_ndarray

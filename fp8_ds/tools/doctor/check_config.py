@@ -1,4 +1,4 @@
-"""Whether a run with a configuration, and a script, trains in FP8 on this machine."""
+"""Check of whether a run with a configuration, and a script, trains in FP8 on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fp8_ds.tools.doctor.diagnosis import Check
 _NEEDED = ("torch", "deepspeed", "seams", "triton")
 """Checks that every run needs. Whether it has the GPU that it needs depends on its recipe."""
 _WITH_ZERO = ("adam", "adamw", "adagrad", "lion", "muon")
-"""DeepSpeed's optimizers that its ZeRO takes without more."""
+"""DeepSpeed's optimizers that its ZeRO takes without a further key."""
 _IMPORT = re.compile(r"^[^#'\"\n]*\b(?:from\s+fp8_ds\b|import\s+(?:[\w.]+\s*,\s*)*fp8_ds\b)", re.MULTILINE)
 _LOAD = (
     "`import fp8_ds` at the top of the script, start it by `deepspeed --module fp8_ds.run SCRIPT`, or run `fp8-ds "
@@ -29,7 +29,7 @@ _LOAD = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a run with a configuration trains in FP8.
+    """Answer to whether a run with a configuration trains in FP8.
 
     Attributes:
         on: yes, no, or "if": only if the script activates fp8_ds.
@@ -45,12 +45,12 @@ class Verdict:
 def check_config(
     config: Mapping[str, Any], script: Path | None = None, found: Sequence[Check] = (), world: int | None = None
 ) -> Verdict:
-    """Whether `deepspeed SCRIPT` with this configuration would train in FP8, here.
+    """Judge whether `deepspeed SCRIPT` with this configuration would train in FP8, here.
 
     Args:
         config: DeepSpeed's, as `json.load` returns it.
         script: the training script, whose text is searched for an import of fp8_ds; None: it is not known.
-        found: what `diagnosis.checks` has found on this machine.
+        found: result of `diagnosis.checks` on this machine.
         world: ranks of the run; None: as many as its batch sizes fit.
 
     Raises:
@@ -93,8 +93,8 @@ def check_config(
 
 
 def _refused(fp8: Fp8Config, config: Mapping[str, Any], world: int | None) -> Verdict | None:
-    """The verdict on a run that does not start here, or has no step in FP8, as far as that shows without its model;
-    None: nothing is wrong."""
+    """Return the verdict on a run that does not start here, or has no step in FP8, as far as that shows without its
+    model; None: nothing is wrong."""
     import torch
 
     from fp8_ds.config.schedule import PrecisionSchedule
@@ -125,8 +125,8 @@ def _refused(fp8: Fp8Config, config: Mapping[str, Any], world: int | None) -> Ve
 
 
 def _make_optimizer_and_scheduler(read: Any) -> None:
-    """Raises ConfigError where DeepSpeed cannot make the optimizer or the scheduler that a DeepSpeedConfig names, as
-    far as that shows without its own optimizers; Adam's numbers are torch's to judge."""
+    """Raise ConfigError if DeepSpeed cannot make the optimizer or the scheduler that a DeepSpeedConfig names, as far as
+    that shows without its own optimizers; torch judges Adam's numbers."""
     import torch
     from deepspeed.runtime import lr_schedules
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS

@@ -1,4 +1,4 @@
-"""What this machine has for FP8, what is missing and what installs it."""
+"""Diagnosis of this machine for FP8: what it has, what is missing and what installs it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Status = Literal["ok", "warning", "missing", "optional"]
 
 @dataclass(frozen=True)
 class Check:
-    """One line: what, how it stands, what was found, and what to do."""
+    """One line of the diagnosis: name, status, what was found, and what to do."""
 
     name: str
     status: Status
@@ -58,7 +58,7 @@ _PACKAGES = (
 
 
 def checks() -> list[Check]:
-    """All that `fp8-ds doctor` looks at, but for probes; nothing is raised."""
+    """Run all checks of `fp8-ds doctor` but the probes; nothing is raised."""
     python = Check("python", "ok", sys.version.split()[0])
     if installed("torch") is None:
         text = "not installed, and without it nothing else is known"
@@ -69,7 +69,7 @@ def checks() -> list[Check]:
 
 
 def installed(package: str) -> str | None:
-    """Its version; None where it is not installed."""
+    """Return the package's version; None if it is not installed."""
     if importlib.util.find_spec(package) is None:
         return None
     return _version_of(package.replace("_", "-")) or "of unknown version"
@@ -88,7 +88,7 @@ def _package(name: str, use: str, remedy: str, otherwise: Status = "optional") -
 
 
 def _tested(name: str, found: str, tested: tuple[str, ...], remedy: str) -> Check:
-    """`found` begins with a version, which one of `tested` is, or begins."""
+    """Return the check of `found`, which begins with a version: ok if one of `tested` is that, or begins it."""
     is_tested = any(f"{found.split('+')[0].split()[0]}.".startswith(f"{one}.") for one in tested)
     text = f"{found} (tested: {', '.join(tested)})"
     return Check(name, "ok", text) if is_tested else Check(name, "warning", text, remedy)
@@ -180,7 +180,7 @@ def _flash_attention_3() -> Check:
 
 
 def _megatron() -> Check:
-    """The clone that $MEGATRON_LM_PATH names, else the wheel. Its symbols are checked when they are patched."""
+    """Check the clone that $MEGATRON_LM_PATH names, else the wheel; symbols are checked when they are patched."""
     from megatron_patches.compat import TESTED_VERSIONS, version_of_clone
 
     clone = os.environ.get(_CLONE)
@@ -220,14 +220,14 @@ def build_root() -> Path:
 
 
 def abandoned(root: Path) -> list[Path]:
-    """Locks of torch's extension builder below `root` that no process of this machine has open.
+    """Return locks of torch's extension builder below `root` that no process of this machine has open.
 
-    A builder keeps its lock open until it is done. One that was killed leaves it, and whoever wants that extension next
-    waits for ever and says nothing (torch 2.11 and 2.13, utils/file_baton.py). On a CPU DeepSpeed builds one before its
-    first collective.
+    A builder keeps its lock open until it is done. One that was killed leaves it, and the next process that wants that
+    extension waits for ever and says nothing (torch 2.11 and 2.13, utils/file_baton.py). On a CPU DeepSpeed builds one
+    before its first collective.
 
-    Empty where /proc does not tell (other systems than Linux). Processes of other users and of other machines that
-    share the folder are not seen.
+    The list is empty where /proc does not tell (other systems than Linux). Processes of other users and of other
+    machines that share the folder are not seen.
     """
     locks = {str(lock.resolve()): lock for pattern in ("*/lock", "*/*/lock") for lock in root.glob(pattern)}
     if not locks or not (Path("/proc") / "self" / "fd").is_dir():
@@ -241,7 +241,7 @@ def abandoned(root: Path) -> list[Path]:
 
 
 def probes() -> list[Check]:
-    """Each recipe's forward product on the first GPU, or where DeepSpeed has none on the CPU; nothing without torch."""
+    """Check each recipe's forward product on the first GPU, or on the CPU if DeepSpeed has none; [] without torch."""
     if installed("torch") is None:
         return []
     import torch
@@ -253,7 +253,7 @@ def probes() -> list[Check]:
 
 
 def _probe(recipe: str, device: torch.device) -> Check:
-    """A product against the plain reference; its speed on a GPU, for a CPU's says nothing."""
+    """Check a product against the plain reference; time it on a GPU, for a CPU's speed says nothing."""
     import torch
 
     from fp8_ds.engine.refusals_device import capabilities, refuse_device
@@ -279,7 +279,7 @@ def _probe(recipe: str, device: torch.device) -> Check:
 
 
 def _product(recipe: str, backend: str, x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
-    """The forward GEMM of a linear with this weight, its operands quantised once."""
+    """Return the forward GEMM of a linear with this weight, its operands quantised once."""
     from torch import nn
 
     from fp8_ds.config import LinearConfig
@@ -296,7 +296,7 @@ def _product(recipe: str, backend: str, x: Tensor, weight: Tensor) -> Callable[[
 
 
 def _seconds(call: Callable[[], Tensor]) -> float:
-    """Median seconds that a GPU needs for one of many calls in a row."""
+    """Return the median seconds that a GPU needs for one of many calls in a row."""
     from torch.utils.benchmark import Timer
 
     return float(Timer("call()", globals={"call": call}).blocked_autorange(min_run_time=0.1).median)

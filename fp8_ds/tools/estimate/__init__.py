@@ -47,14 +47,14 @@ class Weight:
 
 @dataclass(frozen=True)
 class Setup:
-    """What decides the bytes, beside the weights.
+    """Settings that decide the bytes, beside the weights.
 
     Args:
-        stage: of ZeRO, 1 to 3.
+        stage: ZeRO stage, 1 to 3.
         num_ranks: ranks that share the states.
         optimizer: the "fp8.optimizer" block.
         gradient_clipping: DeepSpeed's; with "exact" clipping it decides whether release holds the gradients.
-        grad_bytes: of an accumulated gradient: 2, or 4 with "grad_accum_dtype": "fp32".
+        grad_bytes: bytes of an accumulated gradient: 2, or 4 with "grad_accum_dtype": "fp32".
         overlap_comm: None is DeepSpeed's default, true in stage 3.
         reduce_bucket_size: DeepSpeed's, in elements.
         persistence_threshold: DeepSpeed's, in elements: smaller weights stay gathered in stage 3.
@@ -79,10 +79,10 @@ class Parts:
     """Bytes on a rank of one kind of parameters, FP8 weights or others.
 
     Attributes:
-        weights: as computed with: FP8, bf16.
+        weights: in the form of compute, FP8 or bf16.
         master: low parts of split masters, or float32 masters.
-        moments: both.
-        moment_scales: of FP8 moments.
+        moments: both of Adam's.
+        moment_scales: scales of FP8 moments.
         gradients: reduced ones that wait for the step; none with release.
         gathered: copies of persistent weights in stage 3.
     """
@@ -112,7 +112,7 @@ class StateBytes:
         buckets: buffers that gradients are reduced in; there all the time in stage 3, else during the backward.
         unreduced: gradients of all parameters that stage 1 without overlap_comm holds until the backward ends.
         num_fp8, num_other: parameters, over all ranks.
-        stage: of ZeRO.
+        stage: ZeRO stage.
     """
 
     fp8: Parts
@@ -130,12 +130,12 @@ class StateBytes:
 
     @property
     def at_step(self) -> int:
-        """When a step begins: states, weights, and the gradients that it will use."""
+        """Bytes when a step begins: states, weights, and the gradients that it will use."""
         return self.parts.total + (self.buckets if self.stage == 3 else 0)
 
     @property
     def between_steps(self) -> int:
-        """After a step. DeepSpeed frees the gradients of stages 1 and 2, and keeps the memory of those of stage 3."""
+        """Bytes after a step: DeepSpeed frees gradients of stages 1 and 2, and keeps the memory of those of stage 3."""
         return self.at_step - (self.parts.gradients if self.stage < 3 else 0)
 
     @property
@@ -150,7 +150,7 @@ class StateBytes:
 
 
 def estimate_states(weights: Sequence[Weight], setup: Setup, rank: int | None = None) -> StateBytes:
-    """Bytes of `weights` on a rank.
+    """Estimate the bytes of `weights` on a rank.
 
     Args:
         weights: all parameters, in order (`weights_of` reads them from a module).
@@ -185,7 +185,7 @@ def estimate_states(weights: Sequence[Weight], setup: Setup, rank: int | None = 
 
 
 def weights_of(module: nn.Module, linear: LinearConfig | None = None) -> list[Weight]:
-    """The parameters of `module` as `fp8_ds` would treat them: real, on the meta device, or under `zero.Init`."""
+    """Return `module`'s parameters as `fp8_ds` would treat them: real, on the meta device, or under `zero.Init`."""
     from fp8_ds.nn.convert import make_plan
 
     plan = make_plan(module, linear or LinearConfig(), may_be_empty=True)
@@ -200,7 +200,7 @@ _Kinds = dict[bool, Parts]
 
 
 def _stage12(weights: Sequence[Weight], setup: Setup) -> Iterator[_Kinds]:
-    """One flat parameter group cut into equal partitions, all weights on every rank."""
+    """Yield each rank's parts: one flat parameter group in equal partitions, all weights on every rank."""
     common: _Kinds = {True: Parts(), False: Parts()}
     trainable = [weight for weight in weights if weight.is_trainable]
     starts = [0, *accumulate(weight.numel for weight in trainable)]
@@ -236,7 +236,7 @@ def _stage12(weights: Sequence[Weight], setup: Setup) -> Iterator[_Kinds]:
 
 
 def _stage3(weights: Sequence[Weight], setup: Setup) -> Iterator[_Kinds]:
-    """Every weight cut into equal shards."""
+    """Yield each rank's parts: every weight in equal shards."""
     for rank in range(setup.num_ranks):
         kinds: _Kinds = {True: Parts(), False: Parts()}
         for weight in weights:
@@ -257,7 +257,7 @@ def _stage3(weights: Sequence[Weight], setup: Setup) -> Iterator[_Kinds]:
 
 
 def _add_states(parts: Parts, weight: Weight, start: int, numel: int, padded: int, setup: Setup) -> None:
-    """Master and moments of elements `[start, start + numel)` of a weight; flat float32 tensors have `padded`."""
+    """Add master and moments of elements `[start, start + numel)` of a weight; flat float32 tensors have `padded`."""
     groups = -(-(start % _GROUP + numel) // _GROUP) if numel else 0
     if setup.optimizer.states == "fp32":
         parts.master += FP32 * padded

@@ -1,4 +1,4 @@
-"""estimate: what a GPU holds at most in training, by part.
+"""estimate: bytes that a GPU holds at most in training, by part.
 
 The parts that stay (weights, masters, moments) come from estimate.py by arithmetic, those of a forward and a backward
 from rehearsal.py, which runs the model in eager without memory. tests/unit/tools/test_footprint.py has the measured
@@ -36,16 +36,16 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass(frozen=True)
 class Run:
-    """How a model is trained, as far as it decides memory.
+    """Settings of a training run that decide memory.
 
     Args:
-        fp8: the block; None is stock bf16.
+        fp8: the block; None is DeepSpeed's own bf16.
         micro_batch: sequences a rank computes at a time, of `seq_len` tokens.
         accumulation: micro-batches a step.
         checkpointing: whether layers are computed again in the backward.
         zero: DeepSpeed's model of its "zero_optimization" block.
         names_live: whether the configuration names stage 3's bound on live weights, which stays as it is then.
-        total_steps: that the learning-rate scheduler knows.
+        total_steps: steps that the learning-rate scheduler knows.
     """
 
     fp8: Fp8Config | None
@@ -67,11 +67,11 @@ class Run:
 def read_run(
     config: Mapping[str, Any], world_size: int, micro_batch: int | None, seq_len: int, checkpointing: bool = False
 ) -> Run:
-    """What decides memory in a DeepSpeed configuration.
+    """Read the settings that decide memory from a DeepSpeed configuration.
 
     Args:
         config: as `json.load` returns it.
-        world_size: ranks of the run, all of which are data-parallel: models that are cut are refused.
+        world_size: ranks of the run, all of which are data-parallel: TP-sharded models are refused.
         micro_batch: instead of the configuration's; needed where it has none, or "auto".
 
     Raises:
@@ -123,7 +123,7 @@ def read_run(
 
 
 def _refuse_uncounted(config: Mapping[str, Any]) -> None:
-    """Raises UnsupportedError where bytes would be others than the estimate's."""
+    """Raise UnsupportedError if bytes would be others than the estimate's."""
     found = [row.key for row in REFUSALS if row.applies({key: value for key, value in config.items() if key != "fp8"})]
     optimizer = block_of(config, "optimizer")
     if str(optimizer.get("type", "auto")).lower() not in ("adam", "adamw", "auto", "none"):
@@ -154,7 +154,7 @@ PEAKS = {
     "in_step": "peak of the step",
     "compiled": "under torch.compile, at most",
 }
-"""What the numbers of a Footprint are of."""
+"""Texts for the numbers of a Footprint."""
 
 
 @dataclass(frozen=True)
@@ -182,17 +182,17 @@ class Footprint:
 
     @property
     def peak(self) -> int:
-        """What must fit in eager: the largest moment of the whole run."""
+        """Bytes that must fit in eager: the largest moment of the whole run."""
         return max(self.in_backward, self.in_step, 0 if self.in_bf16 is None else self.in_bf16.peak)
 
     @property
     def peak_compiled(self) -> int:
-        """What is enough under torch.compile."""
+        """Bytes that are enough under torch.compile."""
         return max(self.compiled, 0 if self.in_bf16 is None else self.in_bf16.compiled)
 
 
 def estimate(spec: ModelSpec, run: Run) -> Footprint:
-    """What training `spec` so takes on a GPU; where layers go to bf16 for a while, also with all of these there.
+    """Estimate training of `spec` on a GPU; if layers go to bf16 for a while, also with all of these there.
 
     Raises:
         ConfigError: no linear can be in FP8, the schedule names what is not there, or gradient checkpointing is not
@@ -212,7 +212,7 @@ def estimate(spec: ModelSpec, run: Run) -> Footprint:
 
 
 def _prepare(spec: ModelSpec, run: Run) -> Any:
-    """The model as it is trained, on the meta device."""
+    """Return the model as it is trained, on the meta device."""
     model: Any = spec.build()
     if run.fp8 is not None:
         plan = make_plan(model, run.fp8.linear, may_be_empty=run.fp8.optimizer.states == "fp8")
@@ -229,7 +229,7 @@ def _prepare(spec: ModelSpec, run: Run) -> Any:
 
 
 def _detour(model: Any, run: Run) -> tuple[str, ...]:
-    """Layers that schedule or guard may send to bf16, all of which may be there at once.
+    """Return layers that schedule or guard may send to bf16, all of which may be there at once.
 
     Raises: ConfigError: as a start does, the schedule names what is not there.
     """
@@ -244,7 +244,7 @@ def _detour(model: Any, run: Run) -> tuple[str, ...]:
 
 
 def _footprint(model: nn.Module, run: Run) -> Footprint:
-    """With the states that `run.setup` names. `model` is used up.
+    """Estimate bytes with the states that `run.setup` names. `model` is used up.
 
     Stages 1 and 2 allocate the buckets when the backward gives its first gradient, and the room for a rank's gradients,
     all of it, when the first bucket is reduced: the loss's own peak meets neither. Stage 3 has both all the time.
@@ -252,7 +252,7 @@ def _footprint(model: nn.Module, run: Run) -> Footprint:
 
     A compiled backward is bounded by eager's activations, and the gradients that one graph gives: in bf16 they are all
     there at its end, those of the whole model in stages 1 and 2, of a layer with gradient release, of a leaf in stage
-    3. Inductor adds an embedding's up in float32.
+    3. Inductor adds an embedding's gradients up in float32.
     """
     setup = run.setup
     is_stage3 = setup.stage == 3
@@ -277,7 +277,7 @@ def _footprint(model: nn.Module, run: Run) -> Footprint:
     resident = live + (states.at_step if holds else states.between_steps)
 
     def gradients(num_elements: int) -> int:
-        """Bytes of so many complete gradients, and the buckets, beside what is resident."""
+        """Return bytes of so many complete gradients, and the buckets, beside what is resident."""
         if is_stage3 or num_elements == 0:
             return 0
         if setup.releases or holds:
@@ -290,7 +290,7 @@ def _footprint(model: nn.Module, run: Run) -> Footprint:
     is_whole = not is_stage3 and not setup.releases
 
     def in_graphs(num_elements: int) -> int:
-        """The same in compiled graphs."""
+        """Return the same for compiled graphs."""
         of_graph = BF16 * num_elements if is_whole else late + BF16 * num_graph
         in_float = 0 if setup.releases or num_elements < trainable - num_embedding else FP32 * num_embedding
         return of_graph + in_float
@@ -316,9 +316,9 @@ def _footprint(model: nn.Module, run: Run) -> Footprint:
 
 
 def _live_bytes(model: nn.Module, weights: list[Weight], run: Run) -> int:
-    """Bytes of weights that stage 3 has gathered at once, beside its shards and persistent ones.
+    """Return bytes of weights that stage 3 has gathered at once, beside its shards and persistent ones.
 
-    As many elements as the bound on live weights lets it prefetch and keep, and what is held whatever the bound.
+    They are as many elements as the bound on live weights lets it prefetch and keep, and those held whatever the bound.
     """
     setup, bound = run.setup, run.zero.max_live_parameters
     if setup.stage < 3 or setup.num_ranks == 1:
@@ -337,7 +337,7 @@ def _live_bytes(model: nn.Module, weights: list[Weight], run: Run) -> int:
 
 
 def _num_graph(model: nn.Module, run: Run) -> int:
-    """Elements of the most weights whose gradients one graph gives, where a graph is a part of the model."""
+    """Return the most elements of weights whose gradients one graph gives, where a graph is a part of the model."""
     if run.setup.stage == 3:
         parts = [module for module in model.modules() if z3_leaf_module(module)]
     else:
@@ -347,8 +347,8 @@ def _num_graph(model: nn.Module, run: Run) -> int:
 
 
 def _dense_step(trainable: int, run: Run) -> int:
-    """Bytes that DeepSpeed's own step adds: in stages 1 and 2 the flat gradients of the partition in bf16, and again in
-    float32; in stage 3 those of a sub-group in float32.
+    """Return bytes that DeepSpeed's own step adds: in stages 1 and 2 the partition's flat gradients in bf16, and again
+    in float32; in stage 3 those of a sub-group in float32.
 
     Source: deepspeed/runtime/zero/stage_1_and_2.py `step`, stage3.py `_prepare_sub_group` (0.19.8).
     """
@@ -359,7 +359,7 @@ def _dense_step(trainable: int, run: Run) -> int:
 
 
 def _loss(model: Any, run: Run) -> Tensor:
-    """The loss of a micro-batch of zeros; Liger's where the run has that."""
+    """Compute the loss of a micro-batch of zeros; Liger's where the run has that."""
     times = run.fp8 and run.fp8.activations.cross_entropy_chunk_mem_const
     if times is None:
         return loss_of(model, run.micro_batch, run.seq_len)
@@ -377,7 +377,7 @@ def _loss(model: Any, run: Run) -> Tensor:
 
 
 class _LigerLoss(torch.autograd.Function):
-    """What liger-kernel's fused loss allocates: both gradients in the forward, logits of `rows` tokens at a time.
+    """Allocations of liger-kernel's fused loss: both gradients in the forward, logits of `rows` tokens at a time.
 
     Source: linkedin/Liger-Kernel src/liger_kernel/ops/fused_linear_cross_entropy.py
     `fused_linear_cross_entropy_forward` (0.8.5, compute capability 8 or more, reduction "mean", accum_dtype None).

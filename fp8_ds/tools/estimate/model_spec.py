@@ -1,4 +1,4 @@
-"""A model from what a user can write on a command line, on the meta device: no weights, no download, no GPU."""
+"""Models named on a command line, built on the meta device: no weights, no download, no GPU."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ModelSpec:
     function: Callable[[], nn.Module] | None = None
 
     def build(self) -> nn.Module:
-        """The module in training mode and bf16, on the meta device.
+        """Build the module in training mode and bf16, on the meta device.
 
         Raises:
             ConfigError: transformers does not know the configuration, or the function returns no module.
@@ -125,14 +125,14 @@ class ModelSpec:
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """SDPA without a mask, keys and values not repeated: as the fused kernels take them."""
+    """Run SDPA without a mask, keys and values not repeated: as the fused kernels take them."""
     del module, attention_mask, kwargs
     output = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     return output.transpose(1, 2), None
 
 
 def read_spec(text: str, settings: Sequence[str] = ()) -> ModelSpec:
-    """The model that `text` names.
+    """Read the model that `text` names.
 
     Args:
         text: a name of FAMILIES, a config.json of transformers or its folder, or `module:function`, where the function
@@ -175,14 +175,14 @@ def read_spec(text: str, settings: Sequence[str] = ()) -> ModelSpec:
 
 
 def _plain(entry: dict[str, Any]) -> Any:
-    """An object of JSON; where transformers 5 writes infinity or NaN as one, as in Mamba 2's `time_step_limit`, that
+    """Return an object of JSON; if transformers 5 wrote infinity or NaN as one, as in Mamba 2's `time_step_limit`, that
     float."""
     return float(entry["__float__"]) if entry.keys() == {"__float__"} else entry
 
 
 @contextmanager
 def _users_code(expected: str, remedy: str) -> Iterator[None]:
-    """Raises ModelError in place of whatever code of the user's raises inside, SystemExit among it."""
+    """Raise ModelError in place of whatever code of the user's raises inside, SystemExit among it."""
     try:
         yield
     except Fp8DsError:
@@ -217,7 +217,7 @@ def _function(module: str, name: str) -> Callable[[], nn.Module]:
 
 
 def _replaced(name: str, config: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
-    """`config` with the entries of `settings`, each under the name that the configuration has for it."""
+    """Return `config` with the entries of `settings`, each under the name that the configuration has for it."""
     pairs = _pairs(settings)
     defaults = _defaults(str(pairs.get("model_type", config["model_type"]))) if pairs else None
     result = dict(config)
@@ -236,7 +236,7 @@ def _replaced(name: str, config: Mapping[str, Any], settings: Sequence[str]) -> 
 
 
 def _defaults(model_type: str) -> Any:
-    """A configuration of this type; None where there is no such type, or no transformers: `build` says so."""
+    """Return a configuration of this type; None if there is no such type, or no transformers: `build` says so."""
     try:
         from transformers import CONFIG_MAPPING
     except ImportError:
@@ -266,7 +266,7 @@ def _pairs(settings: Sequence[str]) -> dict[str, Any]:
 
 
 def sequence_length(model: nn.Module, asked: int | None) -> int:
-    """Tokens of a sequence: `asked`, by default 4096, or as many as a model with learned positions has of them.
+    """Return tokens of a sequence: `asked`, by default 4096, or as many as a model has learned positions.
 
     Raises:
         ConfigError: it has fewer than are asked for.
@@ -288,7 +288,7 @@ def sequence_length(model: nn.Module, asked: int | None) -> int:
 
 
 def loss_of(model: nn.Module, micro_batch: int, seq_len: int) -> Tensor:
-    """The loss of a micro-batch of zeros.
+    """Compute the loss of a micro-batch of zeros.
 
     Args:
         model: takes `input_ids` and `labels` and returns an output with `loss`, as transformers' do; or takes tokens

@@ -41,7 +41,7 @@ class Rehearsal:
     moments: Mapping[int, int]
 
     def peak(self, gradient_bytes: Callable[[int], int]) -> int:
-        """Most bytes at any moment, without weights and states.
+        """Return the most bytes at any moment, without weights and states.
 
         Args:
             gradient_bytes: bytes that complete gradients of so many elements take by then.
@@ -50,8 +50,8 @@ class Rehearsal:
 
 
 class _LiveBytes(TorchDispatchMode):
-    """While active, every fake storage that an operator returns or receives counts until it is freed, but for those of
-    `not_counted`."""
+    """Count of live bytes: while active, every fake storage that an operator returns or receives counts until it is
+    freed, but for those of `not_counted`."""
 
     def __init__(self, mode: FakeTensorMode, not_counted: list[Tensor]) -> None:
         super().__init__()
