@@ -17,7 +17,7 @@ class ConfigError(Fp8DsError, ValueError):
 
 
 class ModelError(ConfigError):
-    """Code of the user's own model raised, which is the cause, whose traceback is theirs to read."""
+    """Code of the user's own model raised an error, which is the cause and has the traceback to read."""
 
 
 class UnsupportedError(Fp8DsError, ValueError):
@@ -25,7 +25,7 @@ class UnsupportedError(Fp8DsError, ValueError):
 
 
 class SeamError(Fp8DsError, RuntimeError):
-    """A symbol of DeepSpeed or Megatron that we rely on is missing, or has another signature, in what is installed."""
+    """The installed DeepSpeed or Megatron lacks a symbol that we rely on, or has it with another signature."""
 
 
 class CheckpointError(Fp8DsError, RuntimeError):
@@ -34,9 +34,9 @@ class CheckpointError(Fp8DsError, RuntimeError):
 
 @contextmanager
 def refusals_without_traceback() -> Iterator[None]:
-    """What is refused inside is the last that a rank prints, its message alone, and the rank ends with status 2.
+    """Print only the message of a refusal inside, as the last line of a rank, and end the rank with status 2.
 
-    Under a launcher every rank is refused alike: as many tracebacks would bury what to do. Other errors have theirs.
+    Under a launcher every rank is refused alike: as many tracebacks would bury the remedy. Other errors keep theirs.
 
     Raises:
         SystemExit: in place of ConfigError, UnsupportedError, SeamError and CheckpointError.

@@ -1,4 +1,4 @@
-"""What of this host DeepSpeed uses, for those who have no engine to ask: CUDA or the CPU, which GPUs, and a port."""
+"""Resources of this host that DeepSpeed uses, found without an engine: CUDA or the CPU, GPUs, and a port."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _PORTS = range(10_000, 32_768)
 
 
 def uses_cuda() -> bool:
-    """DeepSpeed computes on CUDA, here and in processes started from here.
+    """Whether DeepSpeed computes on CUDA, here and in processes started from here.
 
-    DS_ACCELERATOR, and without it CUDA where torch has some: as deepspeed 0.19.8 chooses (real_accelerator.py). torch
-    alone is no answer, for who sets DS_ACCELERATOR=cpu on a machine with GPUs means it. What is part of a run asks
-    `get_accelerator()`, whose choice is final in a process and needs deepspeed; `fp8-ds doctor` may not have it.
+    DS_ACCELERATOR decides, and without it whether torch has CUDA, as in deepspeed 0.19.8 (real_accelerator.py). torch
+    alone is no answer, because users set DS_ACCELERATOR=cpu on machines with GPUs. Code within a run asks
+    `get_accelerator()`, whose choice is final in a process and needs deepspeed, which `fp8-ds doctor` may not have.
     """
     import torch
 
@@ -26,18 +26,18 @@ def uses_cuda() -> bool:
 
 
 def num_gpus() -> int:
-    """How many DeepSpeed has for ranks; 0 where it computes on the CPU."""
+    """Return how many GPUs DeepSpeed has for ranks; 0 where it computes on the CPU."""
     import torch
 
     return torch.cuda.device_count() if uses_cuda() else 0
 
 
 def which_gpus(number: int) -> list[str]:
-    """Arguments that start `number` ranks of this host, on GPUs that CUDA_VISIBLE_DEVICES names, if it names any.
+    """Return launcher arguments for `number` ranks of this host, on GPUs that CUDA_VISIBLE_DEVICES names, if any.
 
-    Told a number only, the launcher ignores CUDA_VISIBLE_DEVICES, with a line in its log, and takes the host's first
-    GPUs, whoever computes there (0.19.8, launcher/runner.py line 453). It takes numbers only: where GPUs are named by
-    UUID, it chooses as ever.
+    Given a number only, the launcher ignores CUDA_VISIBLE_DEVICES, with a line in its log, and takes the host's first
+    GPUs, whoever computes there (0.19.8, launcher/runner.py line 453). It accepts numbers only: where GPUs are named by
+    UUID, it chooses.
 
     Raises:
         ConfigError: fewer GPUs are named.
@@ -53,14 +53,14 @@ def which_gpus(number: int) -> list[str]:
 
 
 def free_port() -> int:
-    """A TCP port of this host at which nobody listens, for the store of a process group.
+    """Return a TCP port of this host at which nobody listens, for the store of a process group.
 
     Ranks listen at it only once they have imported torch, seconds later. A port of the system's choice (bind to 0) can
-    by then be anybody's connection, and the start fails with EADDRINUSE; so this one is below those that Linux and
-    IANA set aside for that.
+    by then belong to a connection, and the start fails with EADDRINUSE; so this one is below those that Linux and IANA
+    set aside for connections.
 
     Raises:
-        OSError: a hundred ports of those are all in use.
+        OSError: a hundred such ports are all in use.
     """
     for port in random.SystemRandom().sample(_PORTS, 100):  # a program's seed would give all its processes the same
         with socket.socket() as probe, suppress(OSError):

@@ -12,7 +12,7 @@ _USAGE = "deepspeed --module fp8_ds.run SCRIPT.py [arguments of the script]"
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """The script's path and the arguments it is to see.
+    """Return the script's path and the arguments that it is to see.
 
     The launcher puts its `--local_rank=K` before everything, so before the script's name; it belongs right after.
 

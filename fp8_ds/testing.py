@@ -1,4 +1,4 @@
-"""How close, and how equal."""
+"""Comparisons of tensors, in dB and bitwise."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def sqnr_db(ref: Tensor, x: Tensor) -> float:
-    """Signal to quantisation noise ratio of `x` against `ref` in dB, `10 log10(sum ref^2 / sum (ref - x)^2)`.
+    """Return the signal to noise ratio of `x` against `ref` in dB, `10 log10(sum ref^2 / sum (ref - x)^2)`.
 
     Args:
-        ref: the truth, any floating dtype and shape.
+        ref: the exact values, any floating dtype and shape.
         x: the approximation, same shape; compared in float64.
 
     Returns:
@@ -31,7 +31,7 @@ def sqnr_db(ref: Tensor, x: Tensor) -> float:
 
 
 def assert_bitwise(a: Tensor, b: Tensor) -> None:
-    """Fails unless dtype, shape and every byte agree (so -0 differs from +0, and NaN equals the same NaN)."""
+    """Fail unless dtype, shape and every byte agree (so -0 differs from +0, and NaN equals the same NaN)."""
     if a.dtype != b.dtype or a.shape != b.shape:
         raise AssertionError(f"expected {a.dtype} {tuple(a.shape)}, got {b.dtype} {tuple(b.shape)}")
     if a.numel() == 0:

@@ -1,4 +1,4 @@
-"""What a file of torch.save may hold: tensors, builtin types, and classes on a list. Nothing in it is executed.
+"""Safe reads of files of torch.save: tensors, builtin types, and classes on a list. Nothing in them is executed.
 
 `torch.load(weights_only=True)` calls only what is on a list, and reads no tensor that goes to the meta device: so a
 file is checked for the price of its pickle, before any loader that executes pickles.
@@ -44,12 +44,12 @@ _ALLOWED: list[Any] = [
     *(getattr(np.dtypes, name) for name in np.dtypes.__all__),
     *((f, f"numpy.{core}.multiarray.{f.__name__}") for core in ("core", "_core") for f in _NUMPY_FUNCTIONS),
 ]
-"""Beside torch's own list and torch.serialization.add_safe_globals: what ZeRO's optimizer files hold objects of, and of
-the standard library and numpy what client states commonly hold and what only holds data."""
+"""Classes allowed beside torch's own list and torch.serialization.add_safe_globals: those in ZeRO's optimizer files,
+and those of the standard library and numpy that client states commonly have and that only hold data."""
 
 
 def read_structure(path: Path) -> Any:
-    """Read what `torch.load` would return, tensors on the meta device. Raises: as `read_data`."""
+    """Read what `torch.load` would return, with tensors on the meta device. It raises as `read_data` does."""
     return read_data(path, "meta")
 
 
@@ -57,9 +57,9 @@ def read_data(path: Path, device: str = "cpu", *, is_mapped: bool = False) -> An
     """Read what `torch.load` returns, if it can without executing anything.
 
     Args:
-        path: of a file of torch.save.
-        device: of all tensors.
-        is_mapped: bytes of tensors are read when they are looked at, where the file's form allows it.
+        path: path of a file of torch.save.
+        device: device of all tensors.
+        is_mapped: whether bytes of tensors are read on access only, where the file's form allows it.
 
     Raises:
         CheckpointError: the file cannot be read so.

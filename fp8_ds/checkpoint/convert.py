@@ -1,8 +1,8 @@
-"""Between checkpoints of training, bf16 safetensors in Hugging Face's layout, and universal checkpoints.
+"""Conversion between training checkpoints, bf16 safetensors in Hugging Face's layout, and universal checkpoints.
 
 Weights leave as bf16 of the masters, bitwise what `save_16bit_model` gives; nothing passes through FP8. One process, on
-the CPU. DeepSpeed's converters execute pickles and find files by patterns, of which they take a folder's name for one
-(`a[b]` for `ab`): so they are given a folder of links to files that hold only data.
+the CPU. DeepSpeed's converters execute pickles, and find files by patterns, for which they also take a folder's name
+(`a[b]` for `ab`). So they are given a folder of links to files that hold only data.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _MODEL_FILES, _LAYER_FILES = "*mp_rank_*_model_states.pt", "layer_*-model_states
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written.
+    """Result of a conversion.
 
     Attributes:
-        source, target: kinds.
+        source, target: kinds of checkpoint.
         files: names within the output folder.
-        num_tensors, num_bytes: of safetensors; of a universal checkpoint masters and moments, in fp32.
+        num_tensors, num_bytes: number and size of safetensors, or of universal masters and moments in fp32.
         latest: DeepSpeed's file beside a universal checkpoint, with its name in it; None where none was written.
     """
 
@@ -59,10 +59,10 @@ class Converted:
 
 
 def kind_of(folder: Path) -> Kind:
-    """Return what `folder` holds. Trainer's checkpoint-N has safetensors too: it is a checkpoint of DeepSpeed's.
+    """Return the kind of checkpoint in `folder`. Trainer's checkpoint-N, which also has safetensors, is DeepSpeed's.
 
     Raises:
-        ConfigError: none of these.
+        ConfigError: it holds none of these.
         OSError: there is no such folder.
     """
     os.listdir(folder)
@@ -97,13 +97,13 @@ def convert(
     """Write the checkpoint in `source` into `out` as `target`.
 
     Args:
-        source: see `kind_of`.
+        source: a folder, see `kind_of`.
         out: a folder that is empty or not there.
         target: "safetensors" or "universal".
         tag: which of several saves of a DeepSpeed checkpoint; None: the latest.
-        stage: of ZeRO, that is to load the universal checkpoint; None: the one that saved the DeepSpeed checkpoint.
+        stage: ZeRO stage that is to load the universal checkpoint; None: the one that saved the DeepSpeed checkpoint.
         model: for safetensors: a folder whose config and tokenizer files are copied beside the weights.
-        trust_pickle: files may hold more than data; then code of whoever wrote them is executed.
+        trust_pickle: whether files may hold more than data; then code of whoever wrote them is executed.
 
     Raises:
         ConfigError: `source` is none of these, `out` is not empty, or an option is of another target.
@@ -191,7 +191,7 @@ def _staged_save(
     """Check the files of a save, and link them into a folder for DeepSpeed to read within the block.
 
     Yields:
-        (that folder; what a model file holds, tensors on the meta device; names of which folders will be made).
+        (that folder; content of a model file, tensors on the meta device; names that become folders).
 
     Raises:
         ConfigError: there is no such save.
@@ -254,7 +254,7 @@ def _find_save(source: Path, tag: str | None) -> Path:
 
 
 def _parameter_names(content: Any) -> Iterator[str]:
-    """Yield the names in a file of a save of which DeepSpeed's converter makes folders."""
+    """Yield the names in a file of a save from which DeepSpeed's converter makes folders."""
     groups = [content.get("module")]
     for owner, key in (
         (content, constants.PARAM_SHAPES),
@@ -293,11 +293,11 @@ def _of_save(source: Path, tag: str | None, trust_pickle: bool) -> Iterator[tupl
 
 
 def _run_ds_to_universal(source: Path, tag: str | None, out: Path, trust_pickle: bool) -> None:
-    """Have DeepSpeed's converter write `out`.
+    """Have DeepSpeed's converter write `out`. It also raises as `_staged_save` does.
 
-    Raises: as `_staged_save`, and
-        UnsupportedError: a name is no pattern of itself, so that masters and moments would be left out; or parts of
-            tensor-parallel ranks would all be joined along dim 0, for nothing says how. Layers of pipelines are whole.
+    Raises:
+        UnsupportedError: a name does not match itself as a pattern, so that masters and moments would be left out; or
+            shards of tensor-parallel ranks would all be joined along dim 0 (not those of pipelines, which are whole).
     """
     from deepspeed.checkpoint import ds_to_universal
 

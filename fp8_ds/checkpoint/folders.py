@@ -1,8 +1,8 @@
-"""Checkpoints on the disk: complete under their names, or under names that say that they are not.
+"""Checkpoints on the disk: complete ones under their names, others under names that say that they are not.
 
-A save writes into `TAG.ID.incomplete`, the manifest (sizes, CRC-32) last. The folder takes its name by a rename, and
-`latest` names it by another; what it replaces is `TAG.ID.replaced` until then. So a kill at any moment leaves the
-checkpoint before or the new one, and a save that all have where hosts with disks of their own take each step together.
+A save writes into `TAG.ID.incomplete`, the manifest (sizes, CRC-32) last. A rename gives the folder its name, and
+another one lets `latest` name it; the old checkpoint is `TAG.ID.replaced` until then. So a kill at any moment leaves
+the old checkpoint or the new one. Hosts with their own disks take each step together, so one save is on all.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MANIFEST = "fp8_ds_manifest.json"
 INCOMPLETE, REPLACED = ".incomplete", ".replaced"
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 GLOBAL_STATE = "zero/optimizer_state.pt"
-"""The file that universal checkpoints have, and others have not."""
+"""File that universal checkpoints have, and others do not."""
 _NEXT, _LOCK = "latest.next", ".fp8_ds_lock"
 _FORMAT = 1
 _CHUNK_BYTES = 1 << 22
@@ -51,13 +51,13 @@ class FileRecord(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """`header`: what wrote the checkpoint, JSON values by name. `files`: by path relative to the folder."""
+    """Description of a checkpoint's writer (`header`, JSON values by name), and its `files` by relative path."""
 
     header: dict[str, Any]
     files: dict[str, FileRecord]
 
     def __str__(self) -> str:
-        """The same on all hosts that have a part of the same save, whatever its folder is called there."""
+        """Name the save, alike on all hosts that have a part of it, whatever its folder is called there."""
         return f"{self.header.get('tag')} of step {self.header.get('global_steps')} (save {self.header.get('save')})"
 
 
@@ -89,12 +89,12 @@ def damage(folder: Path, name: str, expected: FileRecord | None) -> str:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Put the manifest into `folder`, which is complete by that."""
+    """Write the manifest into `folder`, which makes it complete."""
     write_text(folder / MANIFEST, _text(manifest))
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """Read the manifest in `folder`, None if there is none; it must be whole, and of our format."""
+    """Read the manifest in `folder`, None if there is none. Raise a CheckpointError if it is not whole or not ours."""
     path = folder / MANIFEST
     try:
         refuse_special([path])
@@ -114,7 +114,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def _text(manifest: Manifest) -> str:
-    """Write it as JSON, with a checksum of itself: any other byte in it is found."""
+    """Return the manifest as JSON, with a checksum by which any changed byte is found."""
     files = {name: entry._asdict() for name, entry in manifest.files.items()}
     content = {"format": _FORMAT, "header": manifest.header, "files": files}
     crc = zlib.crc32(json.dumps(content, sort_keys=True).encode())
@@ -122,7 +122,7 @@ def _text(manifest: Manifest) -> str:
 
 
 def seal_universal(folder: Path, tag: str) -> Manifest:
-    """Give the universal checkpoint in `folder`, to be called `tag`, the manifest of its files as they are."""
+    """Write and return a manifest of the files in the universal checkpoint `folder`, to be called `tag`."""
     files = {name: record(folder / name, 0) for name in sorted(own_files(folder))}
     content = f"{zlib.crc32(repr(files).encode()):08x}"
     write_manifest(folder, manifest := Manifest({"tag": tag, "save": content, **versions()}, files))
@@ -136,7 +136,7 @@ def versions() -> dict[str, str]:
 class Save:
     """The steps of one save on one host: `prepare`, a write into `staging`, `stage`, `publish`, and `finish` or `undo`.
 
-    `save_id` is eight hexadecimal digits, of this save alone.
+    `save_id` is eight hexadecimal digits, and differs for each save.
     """
 
     def __init__(self, save_dir: Path, tag: str, save_id: str, *, is_latest: bool) -> None:
@@ -147,14 +147,14 @@ class Save:
         self._undos: list[Callable[[], object]] = []
 
     def prepare(self) -> None:
-        """Remove what a save of the tag that was killed has left; the checkpoint that it was to replace stays."""
+        """Remove what a killed save of the tag has left; the checkpoint that it was to replace stays."""
         for path in _beside(self.folder, INCOMPLETE):
             _remove(path)
         if not os.path.lexists(self.folder) and (replaced := _beside(self.folder, REPLACED)):
             replaced[0].rename(self.folder)
 
     def stage(self, manifest: Manifest) -> None:
-        """Write everything that needs room on the disk; nothing has been renamed then."""
+        """Write everything that needs room on the disk, before anything is renamed."""
         if self.folder.is_dir():
             _keep_foreign_files(self.folder, self.staging)
         if self._is_latest:
@@ -162,7 +162,7 @@ class Save:
         write_manifest(self.staging, manifest)
 
     def publish(self) -> None:
-        """Give the checkpoint its name; `latest` names it then."""
+        """Give the checkpoint its name, then let `latest` name it."""
         for old, new in ((self.folder, self._replaced), (self.staging, self.folder)):
             if os.path.lexists(old):
                 old.rename(new)
@@ -175,7 +175,7 @@ class Save:
             sync_folder(self._latest.parent)
 
     def undo(self) -> None:
-        """Bring back what was there before `publish`; nothing is left of the save."""
+        """Bring back what was there before `publish`, and remove the save."""
         for undo in reversed(self._undos):
             undo()
         _remove(self.staging)
@@ -199,15 +199,15 @@ def refuse_tag(tag: str) -> None:
 def take_lock(
     save_dir: Path, name: str, say: Callable[[str], None], *, is_shared: bool = False
 ) -> contextlib.ExitStack:
-    """Wait until no other job saves into `save_dir`, and keep others from it; the end of this process ends that, too.
+    """Lock `save_dir` against saves of other jobs, once none is running. The end of this process unlocks it, too.
 
     Args:
-        name: of the lock.
+        name: name of the lock.
         say: called with a line that names the job that is waited for, or says that there are no locks.
-        is_shared: this job loads, and others may, too.
+        is_shared: whether this job loads, which others may do at the same time.
 
     Returns:
-        What ends the lock when it is closed.
+        Stack that ends the lock when it is closed.
     """
     path, kind = save_dir / (_LOCK + name), fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
     with contextlib.ExitStack() as lock:
@@ -230,7 +230,7 @@ def take_lock(
 
 
 def _keep_foreign_files(old: Path, new: Path) -> None:
-    """Put into `new`, by links where they can be, what the user has put beside our files in `old`."""
+    """Link, or copy, into `new` what the user has put beside our files in `old`."""
     for entry in old.iterdir():
         is_ours = entry.name in (MANIFEST, _NEXT) or _OPENED.fullmatch(entry.name)
         if is_ours or os.path.lexists(new / entry.name):
@@ -249,13 +249,13 @@ def _remove(path: Path) -> None:
 
 
 def _beside(folder: Path, suffix: str) -> list[Path]:
-    """List what saves of `folder` have left beside it under names that end so, the newest first."""
+    """List what saves of `folder` have left beside it under names that end with `suffix`, the newest first."""
     found = [*folder.parent.glob(f"{glob.escape(folder.name)}.{'[0-9a-f]' * 8}{suffix}"), beside(folder, suffix)]
     return sorted(filter(os.path.lexists, found), key=lambda path: -path.lstat().st_mtime_ns)
 
 
 def folders_of(load_dir: Path, tag: str) -> list[str]:
-    """List the names under which `tag` lies: its own first, and those of what killed saves were to replace."""
+    """List the folders of `tag`: its own first, then those that killed saves were to replace."""
     folder = load_dir / tag
     found = [*([folder] if folder.exists() else []), *_beside(folder, REPLACED)]
     return [path.relative_to(load_dir).as_posix() for path in found] or [tag]
@@ -290,10 +290,10 @@ def own_files(folder: Path) -> dict[str, int]:
 
 
 def read_layout(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Read from a model file what a save without a manifest says of the run that wrote it.
+    """Read from a model file the layout of the run that wrote a save without a manifest.
 
     Returns:
-        (its layout, by names as in a manifest; the names of the files of its ranks, but those of pipeline layers).
+        (layout, by names as in a manifest; names of the files of its ranks, without those of pipeline layers).
     """
     if (path := min(folder.glob("*mp_rank_*_model_states.pt"), default=None)) is None:
         raise CheckpointError(f"{folder} has neither a model file nor a {MANIFEST}")
@@ -347,7 +347,7 @@ def refuse_paths(names: Iterable[Any], file: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Put `text` into `path`, on the disk; killed on the way, it has what it had before."""
+    """Write `text` into `path`, on the disk; after a kill on the way the file has its old text."""
     temporary = beside(path, ".tmp")
     with as_file_errors(path), temporary.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -370,7 +370,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def link(source: str | Path, target: str | Path) -> None:
-    """Make `target` the same file as `source`, or where that cannot be, a copy of it."""
+    """Make `target` a hard link to `source`, or a copy if that fails."""
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:
@@ -381,8 +381,8 @@ def link(source: str | Path, target: str | Path) -> None:
 def as_file_errors(path: Path) -> Iterator[None]:
     """Make errors of reading or writing `path`, a file or a folder of files, name it and say why, as on a full disk.
 
-    What torch (caffe2/serialize/inline_container.cc) and safetensors raise does not have the system's number (torch:
-    "unexpected pos 768 vs 696"): so a MiB is written behind the file, which is discarded, to get it.
+    Errors of torch (caffe2/serialize/inline_container.cc) and safetensors lack the system's number (torch: "unexpected
+    pos 768 vs 696"). To get it, a MiB is written to the end of the file, which is discarded.
     """
     try:
         yield

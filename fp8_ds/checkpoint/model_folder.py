@@ -1,4 +1,4 @@
-"""A model's folder in Hugging Face's layout: safetensors, read a tensor and written a shard at a time."""
+"""Model folders in Hugging Face's layout: safetensors, read a tensor and written a shard at a time."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 def write_tensors(tensors: Iterable[tuple[str, Tensor]], out: Path) -> tuple[int, int]:
     """Write `tensors` into `out`, and return how many and their bytes.
 
-    Killed on the way, `out` has none, or an index of some that are missing.
+    After a kill on the way `out` has none, or an index of some that are missing.
     """
     from safetensors.torch import save_file
 

@@ -1,4 +1,4 @@
-"""What we add to a checkpoint, under one key of DeepSpeed's model file: builtin types and tensors only.
+"""State that we add to a checkpoint, under one key of DeepSpeed's model file: builtin types and tensors only.
 
 Weights are not in it: masters and `module` are in DeepSpeed's own places.
 """
@@ -27,21 +27,21 @@ from fp8_ds.zero.context import Fp8Context
 CHECKPOINT_KEY = "fp8_ds"
 LEFT_OUT_KEY = "left_out"
 FOLLOWING_KEY = "following"
-"""Within our state: of monitor and guard."""
+"""Key in our state: state of monitor and guard."""
 LATE_KEY = "late_overflow"
-"""Likewise: the last step was skipped, and the engine does not know it yet (`bf16.check_grad_overflow` false)."""
+"""Key in our state: a skipped last step that the engine does not know of (`bf16.check_grad_overflow` false)."""
 BOUND_SUMS_KEY = "bound_sums"
-"""Likewise: by parameter group, what bounds Adam's update where betas have moved."""
+"""Key in our state: sums that bound Adam's update where betas have moved, by parameter group."""
 _VERSION = 1
 _NEEDED = ("config", "plan", "scale_inv", "history")
 _READ_OF_CONFIG = ("linear", "optimizer", "zero", "tensor_parallel", "schedule", "guard")
 _LARGEST_SCALE_INV = torch.finfo(torch.float32).max / E4M3.max
-"""That of the largest number that a weight may hold."""
+"""`scale_inv` of a weight that holds the largest float32 number."""
 _WIDTH = 60
 
 
 def save_state(context: Fp8Context, left_out: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the state of `context`, the same on all ranks, on the CPU; the checkpoint has no weights `left_out`."""
+    """Return the state of `context`, the same on all ranks, on the CPU, for a checkpoint without weights `left_out`."""
     return {
         "version": _VERSION,
         LEFT_OUT_KEY: list(left_out),
@@ -55,7 +55,7 @@ def save_state(context: Fp8Context, left_out: Sequence[str] = ()) -> dict[str, A
 
 
 def split_master_scales(state: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return scale_inv by name that split masters were stored with when `state` was saved; empty if they were not."""
+    """Return scale_inv of split masters at the save of `state`, by name; empty if masters were not split."""
     if state is None or _master_of(state["config"]) == "fp32":
         return {}
     return {name: value for name, value in state["scale_inv"].items() if _is_power_of_two(value)}  # not frozen ones'
@@ -68,14 +68,14 @@ def restore_state(
     module_only: bool,
     of_a_stage: bool,
 ) -> None:
-    """Take over what `state` says; say what differs. Works for any world size: all of it is global.
+    """Take over `state` and say what differs. It is global and works at any world size.
 
     Args:
-        context: of the engine that has just loaded its masters.
+        context: context of the engine, which has just loaded its masters.
         state: from `save_state`, in which `wrong_entries` finds nothing; None: the checkpoint was written without FP8.
         say: called with a line for rank 0.
-        module_only: the weights are another run's: histories start anew, and all else is this run's own.
-        of_a_stage: `state` is of a pipeline stage, which may have had other layers of the model than this one has.
+        module_only: whether the weights are another run's: histories start anew, and all else is this run's own.
+        of_a_stage: whether `state` is that of a pipeline stage, which may have had other layers than this one.
     """
     history = None
     if state is None:
@@ -118,11 +118,11 @@ def wrong_entries(
     """Describe the entries that `restore_state` and `split_master_scales` cannot take over; empty if there are none.
 
     Args:
-        context: of the engine that is to load; nothing of it is changed.
-        state: what a model file holds under `CHECKPOINT_KEY`.
-        module_only: as for `restore_state`, which reads less then.
-        with_optimizer: the same parameters are trained here as where it was saved.
-        of_other_cuts: ranks may have had other parts of the weights than they have here.
+        context: context of the engine that is to load, which is not changed.
+        state: content of a model file under `CHECKPOINT_KEY`.
+        module_only: see `restore_state`, which reads less then.
+        with_optimizer: whether the same parameters are trained here as where it was saved.
+        of_other_cuts: whether ranks may have had other shards of the weights than they have here.
 
     Raises:
         ConfigError: the state, or its layer plan, is of an unknown version.
@@ -179,11 +179,11 @@ _FORMS: dict[str, Any] = {
     BOUND_SUMS_KEY: {},
     LATE_KEY: bool,
 }
-"""By key: a class, or what a dict has at least."""
+"""Required form of entries, by key: a class, or the keys that a dict has at least."""
 
 
 def _unlike(value: Any, form: Any, *at: object) -> Iterator[str]:
-    """Describe what is not of its form, in the state's entry at these keys."""
+    """Describe values of the wrong form, in the state's entry at these keys."""
     if isinstance(form, type):
         if not isinstance(value, form):
             yield _wrong(_at(*at), form.__name__, value)
@@ -196,7 +196,7 @@ def _unlike(value: Any, form: Any, *at: object) -> Iterator[str]:
 
 
 def _wrong_numbers(value: Any, shapes: Mapping[tuple[Any, ...], tuple[int, ...]], *at: object) -> Iterator[str]:
-    """Describe the numbers that no save writes, in the state's entry at these keys; of tensors the shapes, too."""
+    """Describe numbers and shapes of tensors that no save writes, in the state's entry at these keys."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _wrong_numbers(inner, shapes, *at, key)
@@ -244,7 +244,7 @@ def _wrong_config(config: Any) -> str:
 
 
 def _plan_in(state: Mapping[str, Any]) -> Plan | None:
-    """Return the layer plan; None if it is none."""
+    """Return the layer plan; None if it is malformed."""
     try:
         plan = Plan.from_state(state["plan"])
     except (AttributeError, KeyError, TypeError):
@@ -258,7 +258,7 @@ def _master_of(config: Mapping[str, Any]) -> str:
 
 
 def _settings_that_are_gone(config: Mapping[str, Any]) -> list[str]:
-    """Name what an older version's "fp8" block asked for and this one cannot do."""
+    """Name settings of an older version's "fp8" block that this version does not have."""
     optimizer, schedule = config.get("optimizer", {}), config.get("schedule", {})
     step, below_lr = schedule.get("fp32_states_from_step"), schedule.get("bf16_below_lr")
     num_steps = config.get("guard", {}).get("return_after")
@@ -281,7 +281,7 @@ def _converted(plan: Plan) -> list[str]:
 def _how_to_keep(plan: Plan, config: Mapping[str, Any], current: Plan, now: LinearConfig) -> str:
     """Say what to write so that the next start trains the layers of the checkpoint's `plan` in FP8, and no others.
 
-    What only the `current` plan has a row of (experts, in checkpoints from before them) was bf16.
+    Layers that only the `current` plan has (experts, where the checkpoint is older) were bf16.
     """
     if plan.num_converted == 0 and config.get("optimizer", {}).get("states") != "fp8":
         return 'The checkpoint has none in FP8: to go on so, set "fp8.enabled" to false.'

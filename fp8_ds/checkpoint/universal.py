@@ -4,7 +4,7 @@
 
 ds_to_universal.py names and wraps its files as the source's stage does, so that DeepSpeed loads them at another world
 size, but not at another stage (1 and 2 are alike, 3 differs). The tensors are the same, and a second call with the old
-stage goes back. DeepSpeed alone reads the result likewise.
+stage goes back. DeepSpeed without fp8_ds reads the result, too.
 Source: deepspeed/checkpoint/ds_to_universal.py, checkpoint/universal_checkpoint.py:236, runtime/base_optimizer.py:332,
 runtime/engine.py:4568, runtime/zero/stage3.py:3653 and 3766 (0.19.8; 0.18.9 is stricter about the wrapping).
 """
@@ -36,14 +36,14 @@ _NUM_SHOWN = 3
 
 
 def prepare_universal(folder: Path, stage: int, trust_pickle: bool = False) -> None:
-    """Bring a universal checkpoint into the form of ZeRO stage `stage`. One process, not all ranks.
+    """Bring a universal checkpoint into the form of ZeRO stage `stage`, in one process. An error changes nothing.
 
     Args:
         folder: the output folder of ds_to_universal.py.
         stage: 1, 2 or 3.
-        trust_pickle: files may hold more than data; then code of whoever wrote them is executed.
+        trust_pickle: whether files may hold more than data; then code of whoever wrote them is executed.
 
-    Raises: and the checkpoint is as it was:
+    Raises:
         ConfigError: it is no universal checkpoint, or `stage` is none of these.
         CheckpointError: its files are not as they were written, hold more than data, or are no files.
         UnsupportedError: it was written by several tensor-parallel ranks.
@@ -55,7 +55,7 @@ def prepare_universal(folder: Path, stage: int, trust_pickle: bool = False) -> N
 
 @contextmanager
 def published(out: Path) -> Iterator[Path]:
-    """Yield a folder to write a universal checkpoint into, which then gets a manifest, and the place of `out`."""
+    """Yield a folder to write a universal checkpoint into; it then gets a manifest and replaces `out`."""
     save = folders.Save(out.parent, out.name, uuid4().hex[:8], is_latest=False)
     save.prepare()  # a call before may have been killed
     save.staging.mkdir(parents=True)
@@ -86,10 +86,10 @@ def check_universal(folder: Path, trust_pickle: bool) -> None:
 
 
 def refuse_damage(folder: Path, remedy: str) -> folders.Manifest | None:
-    """Return the manifest of `folder`, if it has one; its files are as it says.
+    """Check the files of `folder` against its manifest, and return that; None if it has none.
 
     Raises:
-        CheckpointError: they are not.
+        CheckpointError: a file is missing or differs.
     """
     if (manifest := folders.read_manifest(folder)) is not None:
         problems = [text for name, entry in manifest.files.items() if (text := folders.damage(folder, name, entry))]
@@ -101,7 +101,7 @@ def refuse_damage(folder: Path, remedy: str) -> folders.Manifest | None:
 
 
 def read_file(path: Path, trust_pickle: bool, device: str = "meta") -> Any:
-    """Return what `torch.load` does. Raises: CheckpointError: it holds more than data, and is not trusted."""
+    """Return what `torch.load` does. Raise a CheckpointError if it holds more than data, and is not trusted."""
     if trust_pickle:
         return torch.load(path, map_location=device, weights_only=False)
     try:
@@ -161,14 +161,14 @@ def _complete_global_state(folder: Path, version: Any, trust_pickle: bool) -> No
 def write_weights(tensors: Iterable[tuple[str, Tensor]], folder: Path, stage: int, name: Path) -> None:
     """Fill `folder` with a universal checkpoint: masters from `tensors`, both moments zero, step 0.
 
-    One weight is in memory at a time, and moments take no room on the disk. What weights do not say stays as an engine
-    has it: parameter groups with their learning rates, and the scheduler.
+    One weight is in memory at a time, and moments take no room on the disk. An engine that loads it keeps its own
+    parameter groups, learning rates and scheduler.
 
     Args:
-        tensors: of bf16, fp16 or fp32. Integers are buffers, which no engine reads here: they are left out.
-        folder: empty.
-        stage: of ZeRO, that is to load it.
-        name: where they come from, for errors.
+        tensors: names and tensors of bf16, fp16 or fp32. Integers are left out: no engine reads such buffers.
+        folder: an empty folder.
+        stage: ZeRO stage that is to load it.
+        name: source of the tensors, for errors.
     """
     shapes: dict[str, torch.Size] = {}
     for key, tensor in tensors:

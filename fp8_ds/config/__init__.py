@@ -20,12 +20,12 @@ from fp8_ds.errors import ConfigError
 
 
 def _tuple_of_list(value: Any) -> Any:
-    """JSON has lists only; a frozen model holds tuples."""
+    """Make a tuple of a list: JSON has lists only, and a frozen model holds tuples."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def _sinks_of_json(value: Any) -> Any:
-    """A string, or a tuple of one or more. Checked here, for a union would have an error for each of its kinds."""
+    """Check for a string, or a tuple of one or more. A union type would have an error for each of its kinds."""
     value = _tuple_of_list(value)
     names = value if isinstance(value, tuple) else (value,)
     if not names or not all(isinstance(name, str) for name in names):
@@ -36,7 +36,7 @@ def _sinks_of_json(value: Any) -> Any:
 
 
 def _float_of_int(value: Any) -> Any:
-    """JSON writes 0 for 0.0, which a strict model takes for an integer."""
+    """Make a float of an int: JSON writes 0 for 0.0, which a strict model takes for an integer."""
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) <= sys.float_info.max else value
 
@@ -50,7 +50,7 @@ _FAST_GEMMS: dict[str, tuple[Gemm, ...]] = {
     "output_and_grad_input": ("output", "grad_input"),
     "all": ("output", "grad_input", "grad_weight"),
 }
-"""By values of `fast_accumulation`."""
+"""Products that accumulate fast, by values of `fast_accumulation`."""
 
 
 class _Block(BaseModel):
@@ -62,7 +62,7 @@ class _Block(BaseModel):
         return self
 
     def check(self) -> None:
-        """Raise a ConfigError where something that is set cannot take effect beside another key of this block."""
+        """Raise a ConfigError if a key that is set cannot take effect beside another one of this block."""
 
 
 class LinearConfig(_Block):
@@ -108,7 +108,7 @@ class LinearConfig(_Block):
 
     @property
     def fast_gemms(self) -> tuple[Gemm, ...]:
-        """The products that accumulate fast."""
+        """Products that accumulate fast."""
         return _FAST_GEMMS[self.fast_accumulation]
 
 
@@ -151,7 +151,7 @@ class OptimizerConfig(_Block):
 
     @property
     def master_format(self) -> str:
-        """The master's format: with FP8 states e4m19 unless said otherwise, else fp32."""
+        """Format of the masters: with FP8 states e4m19 unless configured otherwise, else fp32."""
         return "fp32" if self.states == "fp32" else self.master or "e4m19"
 
 
@@ -193,7 +193,7 @@ class MonitorConfig(_Block):
 
     @property
     def sinks(self) -> tuple[str, ...]:
-        """All that `sink` names: "deepspeed", or paths."""
+        """Entries of `sink` as a tuple: "deepspeed", or paths."""
         return (self.sink,) if isinstance(self.sink, str) else self.sink
 
     def check(self) -> None:
@@ -238,13 +238,13 @@ class Fp8Config(_Block):
 
     @classmethod
     def from_block(cls, block: Any) -> Fp8Config:
-        """The checked configuration.
+        """Check the block and build the configuration.
 
         Args:
             block: value of the "fp8" key, as `json.load` returns it.
 
         Raises:
-            ConfigError: naming every wrong key of the block, its value and the remedy.
+            ConfigError: a key is wrong; the message names every such key, its value and the remedy.
         """
         if not isinstance(block, dict):
             raise ConfigError(explain_no_object(block))
@@ -261,7 +261,7 @@ class Fp8Config(_Block):
         """Check that every key can take effect in a run with this configuration.
 
         Args:
-            ds_config: DeepSpeed's, as `json.load` returns it.
+            ds_config: DeepSpeed's configuration, as `json.load` returns it.
 
         Raises:
             ConfigError: `zero.reduce_scatter` is "fp8", but the ZeRO stage is neither 2 nor 3.
@@ -274,14 +274,14 @@ class Fp8Config(_Block):
             )
 
     def to_state(self) -> dict[str, Any]:
-        """Builtin types for a checkpoint, with what follows from defaults written out."""
+        """Return builtin types for a checkpoint, with values that follow from defaults written out."""
         state: dict[str, Any] = self.model_dump(mode="json")
         state["optimizer"]["master_format"] = self.optimizer.master_format
         return state
 
     @classmethod
     def keys(cls) -> dict[str, Key]:
-        """Every key by its dotted name ("fp8.linear.recipe"), in the order of the models."""
+        """Return every key by its dotted name ("fp8.linear.recipe"), in the order of the models."""
         return dict(_walk(cls, "fp8"))
 
 
@@ -296,7 +296,7 @@ def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, Key]]:
 
 
 def _values_of(schema: dict[str, Any]) -> str:
-    """Of a key's JSON schema."""
+    """Describe the values that a key's JSON schema allows."""
     if "anyOf" in schema:
         return ", ".join(map(_values_of, schema["anyOf"]))
     if "enum" in schema:

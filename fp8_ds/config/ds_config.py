@@ -12,7 +12,7 @@ from fp8_ds.errors import ConfigError
 Config = Mapping[str, Any]
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 FP32_NAMES = ("fp32", "float32", "float", "torch.float32")
-"""What DeepSpeed takes for float32 in "data_types"."""
+"""Names that DeepSpeed takes for float32 in "data_types"."""
 
 
 def block_of(config: Config, *path: str) -> Mapping[str, Any]:
@@ -24,13 +24,13 @@ def block_of(config: Config, *path: str) -> Mapping[str, Any]:
 
 
 def zero_value(config: Config, *names: str) -> Any:
-    """The first of the spellings `names` that `zero_optimization` has."""
+    """Return the value of the first spelling in `names` that `zero_optimization` has."""
     block = block_of(config, "zero_optimization")
     return next((block[name] for name in names if name in block), None)
 
 
 def bf16_block(config: Config) -> Mapping[str, Any]:
-    """The bf16 block; "bfloat16" is its old name, read only where "bf16" is absent."""
+    """Return the bf16 block; "bfloat16" is its old name, read only where "bf16" is absent."""
     return block_of(config, "bf16" if config.get("bf16") is not None else "bfloat16")
 
 
@@ -42,7 +42,7 @@ def is_on(value: Any) -> bool:
 
 
 def number(value: Any, default: int) -> int:
-    """`value` as DeepSpeed reads it; the default for null, "auto" and what its own check will refuse."""
+    """Read `value` as DeepSpeed does; return the default for null, "auto" and values that its own check will refuse."""
     try:
         return default if value is None else int(value)
     except (TypeError, ValueError, OverflowError):
@@ -50,15 +50,15 @@ def number(value: Any, default: int) -> int:
 
 
 def zero_stage(config: Config) -> int:
-    """The ZeRO stage that DeepSpeed will use, 0 for none. `"zero_optimization": true` is an old way to say stage 1."""
+    """Return the ZeRO stage that DeepSpeed will use, 0 for none. `"zero_optimization": true` is an old stage 1."""
     if config.get("zero_optimization") is True:
         return 1
     return number(zero_value(config, "stage"), 0)
 
 
 def gradient_clipping(config: Config) -> float:
-    """The norm that DeepSpeed will clip at, 0 for none: without the key its version's default; "auto" is 1.0, which
-    Trainer and Accelerate fill in."""
+    """Return the norm that DeepSpeed will clip at, 0 for none. Without the key it is the version's default; "auto" is
+    1.0, which Trainer and Accelerate fill in."""
     from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 
     value = config.get("gradient_clipping", GRADIENT_CLIPPING_DEFAULT)
@@ -66,7 +66,7 @@ def gradient_clipping(config: Config) -> float:
 
 
 def filled_in(config: Config) -> Config:
-    """`config` with bf16 on where it is "auto", as Trainer and Accelerate fill that in for a run in bf16."""
+    """Return `config` with bf16 on where it is "auto", as Trainer and Accelerate fill that in for a run in bf16."""
     for key in ("bf16", "bfloat16"):
         block = config.get(key)
         if isinstance(block, Mapping) and block.get("enabled") == "auto":
@@ -75,16 +75,16 @@ def filled_in(config: Config) -> Config:
 
 
 def parsed(config: Config, num_ranks: int | None = None) -> Any:
-    """The `DeepSpeedConfig` that DeepSpeed's own parser makes of a configuration.
+    """Return the `DeepSpeedConfig` that DeepSpeed's own parser makes of a configuration.
 
-    What is "auto" at the top level is left out; a batch size that is, is 1: Trainer and Accelerate fill them in.
+    Keys with "auto" at the top level are left out, and such a batch size is 1: Trainer and Accelerate fill them in.
 
     Args:
-        config: as `json.load` returns it.
+        config: DeepSpeed's configuration, as `json.load` returns it.
         num_ranks: ranks of the run; None: as many as its batch sizes fit.
 
     Raises:
-        ConfigError: DeepSpeed stops at it, with the key, as far as one alone is at fault, and DeepSpeed's own words.
+        ConfigError: DeepSpeed refuses it; the message has its words, and the key if one alone is at fault.
     """
     left_out = {key for key, value in config.items() if value == "auto" or (value is None and key in BATCH_SIZES)}
     given = {key: value for key, value in config.items() if key not in left_out | {"fp8"}}
@@ -102,7 +102,7 @@ def _config_class(num_ranks: int | None) -> Any:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     class OnRanks(DeepSpeedConfig):
-        """Give DeepSpeed the number of ranks, for which it would ask a process group that is not there."""
+        """DeepSpeed's configuration with the number of ranks, which it would ask of a process group."""
 
         def _configure_train_batch_size(self) -> None:
             ranks = num_ranks
@@ -120,7 +120,7 @@ def _config_class(num_ranks: int | None) -> Any:
 
 
 def _words(config: Config, error: Exception) -> str:
-    """The message for what DeepSpeed's parser raised: the first key at which it stops alone, and what it says."""
+    """Return the message for an error of DeepSpeed's parser: the first key that alone makes it stop, and its words."""
     for key, value in config.items():
         try:
             _config_class(None)({BATCH_SIZES[1]: 1, key: copy.deepcopy(value)})
@@ -134,9 +134,9 @@ def _words(config: Config, error: Exception) -> str:
 
 
 def linear_in_training(config: Config) -> Callable[..., Any]:
-    """`torch.nn.functional.linear` as it will be once the engine is built.
+    """Return `torch.nn.functional.linear` as it will be once the engine is built.
 
-    ZeRO-3 puts a function of its own there, also over one that a user has put there before the first time.
+    ZeRO-3 replaces it the first time by its own function, even if a user has replaced it before.
     Source: deepspeed/runtime/zero/partition_parameters.py `_enable_mem_efficient_linear` (0.19.8).
     """
     import torch

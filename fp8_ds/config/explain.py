@@ -1,7 +1,7 @@
-"""What is wrong with a key of the "fp8" block, in words: what was expected, what was there, and what to do.
+"""Messages about wrong keys of the "fp8" block: what was expected, what was there, and what to do.
 
-Of what pydantic refuses: unknown keys, and values that a key does not take. Values that contradict each other are
-refused in config.py, in its own words.
+They are about what pydantic refuses: unknown keys, and values that a key does not take. The models themselves refuse
+values that contradict each other, in config/__init__.py.
 """
 
 from __future__ import annotations
@@ -82,21 +82,21 @@ REMOVED = {
         "which takes over masters and moments exactly"
     ),
 }
-"""Keys (`fp8.block.key`) and values (`fp8.block.key=value`) that this version has no more: what to do instead."""
+"""Remedies for keys (`fp8.block.key`) and values (`fp8.block.key=value`) that this version has no more."""
 COMMENT_SIGNS = ("_", "/", "#")
-"""JSON has no comments, and keys that begin so stand in for them."""
+"""Beginnings of keys that stand in for comments, which JSON does not have."""
 _BESIDE = {
     "fp8.zero.stage": '"zero_optimization"',
     "fp8.optimizer.type": 'DeepSpeed\'s "optimizer"',
     "fp8.optimizer.params": 'DeepSpeed\'s "optimizer"',
 }
-"""Keys of DeepSpeed's, and the block beside ours that they belong in."""
+"""DeepSpeed's keys, and the block beside ours that each belongs in."""
 _FOREIGN = {
     "MS-AMP": ("opt_level", "use_te"),
     "torchao": ("emulate", "enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp"),
     "Transformer Engine": ("amax_compute_algo", "amax_history_len", "format", "fp8_format", "margin"),
 }
-"""Keys of other libraries, for which docs/migrating.md has what takes their place."""
+"""Keys of other libraries; docs/migrating.md says what takes their place."""
 _ARTICLES = {
     "integer": "an integer",
     "number": "a number",
@@ -115,7 +115,7 @@ class Key(NamedTuple):
 
 
 def as_json(value: Any) -> str:
-    """One line; what JSON has no form for as Python shows it."""
+    """Return one line of JSON, with Python's repr of values that JSON has no form for."""
     try:
         return json.dumps(value, default=repr)
     except RecursionError:
@@ -123,10 +123,10 @@ def as_json(value: Any) -> str:
 
 
 def explain(details: ErrorDetails, known: Mapping[str, Key]) -> str:
-    """One line "<key>: expected ..., got <value>. <remedy>." for one pydantic error.
+    """Return one line "<key>: expected ..., got <value>. <remedy>." for one pydantic error.
 
     Args:
-        details: of the error, whose `loc` begins within the block; a ConfigError of a model's own is the line itself.
+        details: details of the error; its `loc` begins within the block. A model's own ConfigError is the line.
         known: every key, `Fp8Config.keys()`.
     """
     if details["type"] == "value_error":
@@ -155,7 +155,7 @@ def explain(details: ErrorDetails, known: Mapping[str, Key]) -> str:
 
 
 def explain_no_object(block: Any) -> str:
-    """Likewise, of a whole block that is no JSON object."""
+    """Return the line for a whole block that is no JSON object."""
     return f'fp8: expected an object, got {as_json(block)}. Write "fp8": {{"enabled": true}}, or leave the block out.'
 
 
@@ -203,21 +203,21 @@ def _value_remedy(key: str, value: Any, details: ErrorDetails, known: Key | None
 
 
 def _names(value: Any) -> list[str]:
-    """Of a list, or of a string with commas in it, as on torchtitan's command line."""
+    """Return the names in a list, or in a string with commas, as on torchtitan's command line."""
     if isinstance(value, list):
         return value if all(isinstance(name, str) for name in value) else []
     return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else []
 
 
 def _near_value(value: str, values: Sequence[str]) -> str | None:
-    """The one of `values` that is within `value`, as in "float8_e4m3fn", or else nearest."""
+    """Return the one of `values` that is within `value`, as in "float8_e4m3fn", or else nearest."""
     within = sorted((one for one in values if one in value), key=len)
     near = within or difflib.get_close_matches(value, values, n=1)
     return near[-1] if near else None
 
 
 def _without_quotes(value: Any, values: Sequence[str]) -> str | None:
-    """The JSON that a string would be without its quotes, also in Python's spelling; None: it is none of `values`."""
+    """Return the JSON that a string would be without quotes, also in Python's spelling; None if not in `values`."""
     bare = value.strip().lower().replace("none", "null") if isinstance(value, str) else ""
     try:
         found = json_text.parse(bare)
@@ -250,9 +250,8 @@ def _unknown_key_remedy(key: str, known: Collection[str]) -> str:
 
 
 def _near_key(name: str, siblings: Collection[str], known: Collection[str]) -> str | None:
-    """The key of that name, here or elsewhere, or else of the nearest. Of names alone: a parent that keys share would
-    make all of them near.
-    """
+    """Return the key of that name, here or elsewhere, or else of the nearest. Only last parts are compared: a parent
+    that keys share would make all of them near."""
     here, all_names = ({key.rpartition(".")[2]: key for key in keys} for keys in (siblings, known))
     if name in here or name in all_names:
         return here.get(name) or all_names[name]
@@ -263,7 +262,7 @@ def _near_key(name: str, siblings: Collection[str], known: Collection[str]) -> s
 
 
 def _inner_block_remedy(key: str, value: Any, known: Mapping[str, Key]) -> str:
-    """Of a value in a block's place, such as `"optimizer": "fp8"`."""
+    """Return the remedy for a value in a block's place, such as `"optimizer": "fp8"`."""
     inside = {name.rpartition(".")[2]: entry for name, entry in known.items() if name.rpartition(".")[0] == key}
     if value is None:
         return "Remove the key for the defaults."

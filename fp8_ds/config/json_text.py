@@ -8,13 +8,13 @@ from typing import Any
 
 
 def parse(text: str, **hooks: Any) -> Any:
-    """`json.loads`, with a ValueError for every text that it cannot read.
+    """Parse JSON, with a ValueError for every text that `json.loads` cannot read.
 
     Args:
-        hooks: as `json.loads` takes them.
+        hooks: keyword arguments of `json.loads`.
 
     Raises:
-        json.JSONDecodeError: it is no JSON, or nested too deeply, for which Python has a RecursionError.
+        json.JSONDecodeError: the text is no JSON, or nested too deeply (Python's own error is a RecursionError).
         ValueError: an integer has more digits than Python reads.
     """
     try:
@@ -24,5 +24,5 @@ def parse(text: str, **hooks: Any) -> Any:
 
 
 def finite_or_none(value: float | None) -> float | None:
-    """None where the value is NaN or infinite, for which JSON has no word."""
+    """Return `value`, or None if it is NaN or infinite, for which JSON has no word."""
     return value if value is not None and math.isfinite(value) else None

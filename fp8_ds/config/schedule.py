@@ -1,4 +1,4 @@
-"""Which layers compute in bf16 in which step: arithmetic on names and steps."""
+"""Schedule of the layers that compute in bf16: arithmetic on names and steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PrecisionSchedule:
     Args:
         until: steps [0, until) are in bf16.
         last: steps [last, ...) are in bf16; None: none are for that reason.
-        fixed: layers that the block's "layers" names, and what they are whatever the step.
+        fixed: precision of the layers that the block's "layers" names, whatever the step.
     """
 
     until: int
@@ -31,14 +31,16 @@ class PrecisionSchedule:
 
     @classmethod
     def of(cls, config: ScheduleConfig, names: Collection[str], total_steps: object) -> PrecisionSchedule:
-        """Args:
+        """Make the schedule of a model.
+
+        Args:
             config: the "schedule" block.
-            names: of the layers in FP8.
-            total_steps: that DeepSpeed's learning-rate scheduler knows; the block's own number comes first. What is
-                none, as "auto", leaves open where the last fraction begins.
+            names: names of the layers in FP8.
+            total_steps: number that DeepSpeed's learning-rate scheduler knows; the block's own comes first. With
+                "auto", the start of the last fraction is left open.
 
         Raises:
-            ConfigError: a fraction of an unknown number of steps; or "layers" names no layer.
+            ConfigError: there is a fraction of an unknown number of steps, or an entry of "layers" names no layer.
         """
         check_total(config, total_steps)
         total = config.total_steps or total_steps
@@ -63,11 +65,11 @@ class PrecisionSchedule:
 
     @property
     def is_constant(self) -> bool:
-        """Whether steps say nothing."""
+        """Whether the precision of no layer depends on the step."""
         return self.until == 0 and self.last is None
 
     def reason(self, step: int) -> str | None:
-        """Why step `step`, counted from 0, is in bf16; None: it is in FP8."""
+        """Say why step `step`, counted from 0, is in bf16; None if it is in FP8."""
         if step < self.until:
             return f"bf16_until_step {self.until}"
         if self.last is not None and step >= self.last:
@@ -75,14 +77,14 @@ class PrecisionSchedule:
         return None
 
     def in_bf16(self, names: Sequence[str], step: int, overrides: Mapping[str, Precision]) -> frozenset[str]:
-        """The layers among `names` that compute in bf16. Overrides come first, then "layers", then the step."""
+        """Return the layers among `names` that compute in bf16. Overrides come first, then "layers", then the step."""
         usual: Precision = "fp8" if self.reason(step) is None else "bf16"
         return frozenset(n for n in names if overrides.get(n, self.fixed.get(n, usual)) == "bf16")
 
 
 def check_total(config: ScheduleConfig, total_steps: object) -> None:
-    """Raises ConfigError where it cannot be said when `bf16_last_fraction` begins. `total_steps` is that of DeepSpeed's
-    learning-rate scheduler; "auto" is filled in by who starts the run."""
+    """Raise a ConfigError if it is unknown when `bf16_last_fraction` begins. `total_steps` is the number of DeepSpeed's
+    learning-rate scheduler; the program that starts the run fills in "auto"."""
     if config.bf16_last_fraction == 0 or config.total_steps is not None or total_steps == "auto":
         return
     if not isinstance(total_steps, int) or total_steps < 1:
@@ -95,10 +97,10 @@ def check_total(config: ScheduleConfig, total_steps: object) -> None:
 
 
 def _last_part(total: int, fraction: float) -> int:
-    """First step of the last `fraction` of `total` steps, rounded up; of 0.7 that is 7/10, not the float beside it."""
+    """Return the first step of the last `fraction` of `total` steps, rounded up; 0.7 is 7/10, not the float."""
     return math.ceil(total * (1 - Fraction(repr(fraction))))
 
 
 def matching(pattern: str, names: Collection[str]) -> list[str]:
-    """The layer of that very name; else all whose names contain it."""
+    """Return the layer of exactly that name, else all whose names contain it."""
     return [pattern] if pattern in names else [name for name in names if pattern in name]

@@ -1,8 +1,8 @@
 """Accelerate's export in ZeRO 1 and 2: bf16 of the masters, as stage 3 gives it.
 
 `Accelerator.get_state_dict`, which Trainer's saves and `save_pretrained` go through, reads a plain `state_dict()`
-there: FP8 values, for that is no collective. A state_dict hook cannot know whether all ranks are there; Accelerate's
-own callers always call this on all ranks. Tested: accelerate 1.15.0.
+there, which is no collective and gives FP8 values. A state_dict hook cannot know whether all ranks call it;
+Accelerate's own callers always do so. Tested: accelerate 1.15.0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fp8_ds.errors import SeamError
 
 
 def patch_accelerate() -> None:
-    """Patch Accelerate once it is imported; a SeamError if it has no such method."""
+    """Patch Accelerate if it is imported. Raise a SeamError if it has no such method."""
     module = sys.modules.get("accelerate.accelerator")
     if module is None:
         return

@@ -1,4 +1,4 @@
-"""The line of rank 0 that names the model's attention. It changes nothing; `attention/huggingface.py` does."""
+"""Description of the model's attention for the log. It changes nothing; `attention/huggingface.py` does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OWN = "as the model has it"
 def describe_attention(model: nn.Module, device: torch.device) -> str:
     """Name the attention implementations of a Hugging Face model; another model's is "as the model has it".
 
-    A cuDNN that is older than torch's, for which SDPA leaves cuDNN without a word, is said beside.
+    The line also names a cuDNN older than torch's, because SDPA then silently leaves cuDNN out.
 
     Args:
         model: the model, or a module around it.

@@ -1,8 +1,8 @@
-"""A checkpoint is checked before stock code, which executes pickles, opens a file of it.
+"""Checks of a checkpoint before DeepSpeed, which executes pickles, opens a file of it.
 
-All ranks agree which save they load, and share out its files (over the ranks of a host, with disks of their own) to
-compare checksums and read each pickle as data. Each rank looks whether layout, parameters and our state fit it. What
-one rank finds is an error on all.
+All ranks agree on the save to load, and share out its files (among the ranks of a host, if hosts have their own disks)
+to compare checksums and read each pickle as data. Each rank checks whether layout, parameters and our state fit it. A
+finding of one rank is an error on all.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _AUTOTP_META = "ds_autotp_universal_checkpoint_meta"
 
 @dataclass(frozen=True)
 class Load:
-    """A load of the checkpoint `tag` in `folder`; None: the one that `latest` names, or `latest_universal`."""
+    """A load of the checkpoint `tag` in `folder`; None means the one that `latest` names, or `latest_universal`."""
 
     engine: Any
     folder: Path
@@ -55,12 +55,12 @@ class Load:
 
     @property
     def reads_latest(self) -> bool:
-        """Whether stock code, which takes the weights of stage 3 from shards, reads what `latest` names in any case."""
+        """Whether DeepSpeed reads the save that `latest` names in any case: in stage 3 it takes weights from shards."""
         return not self.load_optimizer_states and bool(self.engine.zero_optimization_partition_weights())
 
     @property
     def skips_optimizer(self) -> bool:
-        """Whether stock code opens no file of the optimizer."""
+        """Whether DeepSpeed opens no file of the optimizer."""
         if self.load_optimizer_states:
             return self.load_module_only
         return bool(self.engine.zero_optimization()) and not self.is_universal and not self.reads_latest
@@ -68,13 +68,13 @@ class Load:
 
 @contextlib.contextmanager
 def checked(load: Load) -> Iterator[str | None]:
-    """Yield the tag that stock code may load, None where there is no `tag` and no `latest`. Collective.
+    """Yield the tag that DeepSpeed may load, None where there is no `tag` and no `latest`. Collective.
 
     Saves of other jobs wait until all ranks have loaded.
 
     Raises:
-        CheckpointError: files are not as they were written, or hold more than data: on all ranks, naming them.
-        ConfigError: our state in them is of an unknown version: likewise.
+        CheckpointError: files are not as they were written, or hold more than data; on all ranks, with their names.
+        ConfigError: our state in them is of an unknown version; on all ranks.
     """
     with contextlib.ExitStack() as locks:
         if (choice := _agree(load, locks)) is None:
@@ -100,7 +100,7 @@ def checked(load: Load) -> Iterator[str | None]:
 
 
 def _refuse(folder: Path, found: list[str], tag: str | None = None) -> None:
-    """Raise CheckpointError if anything has been found of the save `tag`, which is not named as complete then."""
+    """Raise a CheckpointError with what has been `found`, if anything; it names complete saves other than `tag`."""
     if shown := list(dict.fromkeys(found)):
         reasons = "; ".join(shown[:_NUM_SHOWN]).rstrip(".")
         more = f"; and {len(shown) - _NUM_SHOWN} more" if len(shown) > _NUM_SHOWN else ""
@@ -111,7 +111,7 @@ def _refuse(folder: Path, found: list[str], tag: str | None = None) -> None:
 
 
 def _agree(load: Load, locks: contextlib.ExitStack) -> tuple[str, Manifest | None] | None:
-    """Choose what all ranks load: what they were asked for, or what hosts with disks of their own have in common."""
+    """Choose the save to load: the requested one, or one that all hosts have if each has its own disk."""
     rank, host = dist.get_rank(), host_of(load.engine)
     mine: dict[str, tuple[str, Manifest | None]] = {}
 
@@ -122,7 +122,7 @@ def _agree(load: Load, locks: contextlib.ExitStack) -> tuple[str, Manifest | Non
         return folders.read_latest(load.folder / latest) if load.tag is None else load.tag
 
     def look() -> list[str]:
-        """Find the saves of all tags on this rank's disk, by what names them on all ranks."""
+        """Find the saves of all tags on this rank's disk, and return names that are the same on all ranks."""
         for tag in dict.fromkeys(tag for tag in (tags[rank], *tags) if tag is not None):
             for name in folders.folders_of(load.folder, tag):
                 try:
@@ -150,7 +150,7 @@ def _agree(load: Load, locks: contextlib.ExitStack) -> tuple[str, Manifest | Non
 
 
 def _manifest_of(path: Path) -> Manifest | None:
-    """Read the manifest of the save in `path`, if it has one. Raises: CheckpointError: there is no whole save."""
+    """Read the manifest of the save in `path`, if it has one. Raise a CheckpointError if there is no whole save."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is missing")
     _refuse_pattern(path)
@@ -160,13 +160,13 @@ def _manifest_of(path: Path) -> Manifest | None:
 
 
 def _refuse_pattern(path: Path) -> None:
-    """Stock code takes the name of a folder for a pattern: of `a[b]` it opens the files of `ab`, unchecked."""
+    """Refuse a folder whose name DeepSpeed takes for a pattern: for `a[b]` it opens the files of `ab`, unchecked."""
     if glob.has_magic(str(path)) and (found := glob.glob(str(path))) != [str(path)]:
         raise CheckpointError(f"{path} is to DeepSpeed a pattern of names, of {found or 'no folder'} (rename it)")
 
 
 def _problems(load: Load, tag: str, manifest: Manifest | None, readers: list[int]) -> list[str | ConfigError]:
-    """List what is wrong with this rank's share of the files, and with what it would load itself. It may raise."""
+    """List the problems of this rank's share of the files, and of those that it would load itself. It may raise."""
     engine, path = load.engine, load.folder / tag
     if load.is_universal != (path / GLOBAL_STATE).is_file():
         return [
@@ -194,7 +194,7 @@ def _problems(load: Load, tag: str, manifest: Manifest | None, readers: list[int
     if load.skips_optimizer:
         sizes = {name: size for name, size in sizes.items() if not _is_of_optimizer(name)}
     found = _damaged(path, sizes, manifest, readers)
-    if manifest is not None:  # stock code takes any file of such a name
+    if manifest is not None:  # DeepSpeed takes any file of such a name
         found += [f"{path / name} is not in {MANIFEST}" for name in sorted(present - manifest.files.keys())]
     if load.is_universal:
         found += misfits(engine, path, load.with_optimizer)
@@ -251,7 +251,7 @@ def _wrong_state(load: Load, tag: str) -> list[str | ConfigError]:
 
 
 def other_run(engine: Any, header: Mapping[str, Any], with_optimizer: bool) -> str:
-    """Describe how the run that wrote `header` was laid out unlike this one; empty if what is to be loaded fits."""
+    """Describe how the layout of the run that wrote `header` differs from this one's; empty if the load works."""
     now, where = layout(engine), "at any world size"
     stage, of_parts, keys = now["zero_stage"], header["mp_world_size"] > 1, ["mp_world_size"]
     if not of_parts and now["mp_world_size"] > 1 and is_cut(engine.module):
@@ -284,7 +284,7 @@ def differs(before: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[st
 
 
 def _remedy(stage: int) -> str:
-    """`load_checkpoint` looks for a universal checkpoint in the folder that it is given."""
+    """Return a remedy. `load_checkpoint` looks for a universal checkpoint in the folder that it is given."""
     return (
         f"`fp8-ds convert FOLDER FOLDER/universal --to universal --stage {stage}`, then "
         '"checkpoint": {"load_universal": true} and the same FOLDER; docs/checkpoints.md'
@@ -296,7 +296,7 @@ def other_parameters(engine: Any, folder: Path, tag: str) -> str:
     path, ours = Path(engine._get_ckpt_name(str(folder), tag)), engine._get_zero_param_shapes()
     if (theirs := read_structure(path).get("param_shapes")) is None:
         return ""
-    # Order counts: shards are cut from one flat tensor.
+    # Order counts: shards are parts of one flat tensor.
     before, now = ([list(_by_name([group]).items()) for group in groups] for groups in (theirs, ours))
     if before == now:
         return ""
@@ -315,7 +315,7 @@ def _differing(path: Path, before: Mapping[str, list[int]], now: Mapping[str, li
 
 
 def missing_layers(engine: Any, path: Path) -> list[str]:
-    """Name the files of this rank's pipeline layers that are not in `path`, which stock code looks for by pattern."""
+    """Name the files of this rank's pipeline layers that are not in `path`; DeepSpeed looks for them by pattern."""
     if not isinstance(module := engine.module, PipelineModule):
         return []
     layers = [i for i, layer in enumerate(module.forward_funcs) if hasattr(layer, "load_state_dict")]
@@ -323,7 +323,7 @@ def missing_layers(engine: Any, path: Path) -> list[str]:
 
 
 def misfits(engine: Any, path: Path, with_optimizer: bool) -> list[str]:
-    """List what this rank would look for in a universal checkpoint in vain, or find in other shapes than its own."""
+    """List what a universal checkpoint lacks for this rank, or has in other shapes than its own."""
     if not (model_files := engine._get_all_ckpt_names(str(path.parent), path.name)):
         stage = int(engine.zero_optimization_stage())
         return [f"a model file of this ZeRO stage is missing in {path} ({_in_form_of(path, stage)}, if it is whole)"]
@@ -344,9 +344,9 @@ def misfits(engine: Any, path: Path, with_optimizer: bool) -> list[str]:
 
 
 def other_universal(engine: Any, path: Path, model_file: Path) -> str:
-    """Describe how the universal checkpoint in `path` has this rank's parameters in other shapes, or in the form of
-    another stage; empty if it has not. Stock code asks for the number of elements in stages 1 and 2, and for nothing
-    in 3: what is left of a parameter becomes the start of the next.
+    """Describe how the universal checkpoint in `path` differs from this rank's parameters in shapes, or is in the form
+    of another stage; empty if it fits. DeepSpeed compares the number of elements in stages 1 and 2, and nothing in 3,
+    where the rest of a parameter becomes the start of the next.
 
     `model_file` has the shapes of parameters that are flat in their own files.
     """
@@ -374,7 +374,7 @@ def _in_form_of(path: Path, stage: int) -> str:
 
 
 def _whole_shape(p: Any, shape: list[int], content: Mapping[str, Any], num_parts: int) -> list[int]:
-    """Return the shape in a universal checkpoint of which stock code gives this rank `shape`, as it is, or as a part.
+    """Return the shape in a universal checkpoint from which DeepSpeed gives this rank `shape`, as it is or as a part.
 
     Source: deepspeed/checkpoint/universal_checkpoint.py, load_hp_checkpoint_state (0.19.8).
     """

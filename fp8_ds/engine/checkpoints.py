@@ -1,4 +1,4 @@
-"""Saves and loads of an FP8 engine: DeepSpeed's, with bf16 of the masters as weights and our state beside them."""
+"""DeepSpeed's saves and loads for an FP8 engine, with bf16 of the masters as weights and our state beside them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from fp8_ds.zero.stage12 import Fp8ZeroStage12
 from fp8_ds.zero.states import Fp8States
 
 _PARALLEL_DIMS, _TP_DEGREE = "checkpoint_parallel_dimensions", "tp_degree"
-"""Of a model file, from DeepSpeed 0.19.8 on."""
+"""Keys of a model file, from DeepSpeed 0.19.8 on."""
 
 
 class Fp8Checkpoints:
@@ -54,12 +54,12 @@ class Fp8Checkpoints:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> Any:
-        """Stock save, with bf16 of the masters and our state in the model file; complete before it has its name.
+        """Save as DeepSpeed does, with bf16 of the masters and our state; only a complete checkpoint gets its name.
 
         Raises:
-            CheckpointError: a rank could not write, on all ranks; checkpoints before are as they were.
-            ConfigError: `client_state` has our key, on all ranks if it has on one; `tag` is no name of a folder, or
-                another one on another rank.
+            CheckpointError: a rank could not write; on all ranks, and earlier checkpoints are kept.
+            ConfigError: `client_state` has our key on some rank, `tag` is no name of a folder, or ranks differ in it;
+                on all ranks.
         """
         if not save_dir:
             raise ValueError(f"save_dir: expected a path, got {save_dir!r}.")
@@ -97,25 +97,24 @@ class Fp8Checkpoints:
             return save_whole(self, save_dir, tag, save_latest, write)
 
     def _common_checkpoint_state(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Stock's entries, which call ranks of Ulysses' `mpu` tensor-parallel: ds_to_universal would look for files of
-        each.
-        """
+        """Correct DeepSpeed's entries, by which ds_to_universal would take ranks of Ulysses' `mpu` for
+        tensor-parallel."""
         state: dict[str, Any] = super()._common_checkpoint_state(*args, **kwargs)  # type: ignore[misc]
         if self.sequence_parallel_size > 1 and (dims := state.get(_PARALLEL_DIMS)) is not None:
             state[_PARALLEL_DIMS] = {**dims, _TP_DEGREE: self.mp_world_size}
         return state
 
     def _copy_recovery_script(self: Any, save_path: str) -> None:
-        """Stock copy; rank 0's failure waits until all ranks can hear of it."""
+        """Copy as DeepSpeed does, but keep rank 0's failure until all ranks can hear of it."""
         self.checkpoint_engine.attempt(super()._copy_recovery_script, save_path)  # type: ignore[misc]
 
     def save_16bit_model(
         self: Any, save_dir: str, save_filename: str = "pytorch_model.bin", *args: Any, **kwargs: Any
     ) -> Any:
-        """Stock save of bf16 of the masters. Collective in every stage.
+        """Save bf16 of the masters by DeepSpeed's own method. Collective in every stage.
 
         Raises:
-            UnsupportedError: tensor parallelism has cut the model: stock code would write one rank's part.
+            UnsupportedError: the model is TP-sharded: DeepSpeed would write one rank's part.
             OSError: on rank 0, which writes: the file cannot be written, as on a full disk.
         """
         if self.fp8 is None:
@@ -125,17 +124,17 @@ class Fp8Checkpoints:
             return super().save_16bit_model(save_dir, save_filename, *args, **kwargs)  # type: ignore[misc]
 
     def _zero3_consolidated_16bit_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Stock gather, for transformers and accelerate.
+        """Gather weights as DeepSpeed does, for transformers and accelerate.
 
         Raises:
-            UnsupportedError: tensor parallelism has cut the model.
+            UnsupportedError: the model is TP-sharded.
         """
         if self.fp8 is not None:
             refuse_one_ranks_part(self.module, self.autotp_size(), "_zero3_consolidated_16bit_state_dict")
         return super()._zero3_consolidated_16bit_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def _replace_module_consolidated_state_dict(self: Any) -> Any:
-        """Stock gather of AutoTP's shards, as bf16 of the masters."""
+        """Gather AutoTP's shards as DeepSpeed does, as bf16 of the masters."""
         if self.fp8 is None:
             return super()._replace_module_consolidated_state_dict()  # type: ignore[misc]
         with self.optimizer.fp8_export(True, on_device=True), as_plain_weights(self.module.parameters()):
@@ -151,14 +150,14 @@ class Fp8Checkpoints:
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> Any:
-        """Stock load of a checkpoint that has been checked; then our state, if the checkpoint has it, and what it says
-        about other settings. Where there is no checkpoint, (None, None) as in stock, and the run is as it was.
+        """Check a checkpoint, load it as DeepSpeed does, then take over our state, if it has one, and log other
+        settings. If there is no checkpoint, return (None, None), as DeepSpeed does, and change nothing.
 
         Raises:
             CheckpointError: the checkpoint is torn, damaged, of another model or layout, holds more than data, or has
                 values in our state that no save writes: on all ranks, before anything is loaded.
-            ConfigError: our state is of an unknown version: likewise.
-            UnsupportedError: a universal one, for a cut model in stage 3, whose parts stock code does not make.
+            ConfigError: our state is of an unknown version: on all ranks, before anything is loaded.
+            UnsupportedError: it is universal, and the model TP-sharded in stage 3, for which DeepSpeed makes no shards.
         """
         if self.load_universal_checkpoint() and self.zero_optimization_partition_weights() and is_cut(self.module):
             raise UnsupportedError(
@@ -185,7 +184,7 @@ class Fp8Checkpoints:
             return path, client_state
 
     def _fp8_go_on(self: Any, state: Mapping[str, Any], load_optimizer_states: bool, load_module_only: bool) -> None:
-        """Take over what is in no `Fp8Context`, after a load."""
+        """Take over state that is in no `Fp8Context`, after a load."""
         start_count_anew(self.fp8)
         if self.fp8.release is not None:
             self.fp8.release.restart()
@@ -196,7 +195,7 @@ class Fp8Checkpoints:
         self._fp8_step_callbacks.resume(None if load_module_only else state.get(FOLLOWING_KEY))
 
     def load_module_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Stock load; FP8 weights also hand the loaded values to their masters, without an FP8 rounding between."""
+        """Load as DeepSpeed does. Masters of FP8 weights get the loaded values, without an FP8 rounding between."""
         optimizer = getattr(self, "optimizer", None)
         if not isinstance(optimizer, Fp8ZeroStage12 | Fp8ZeroStage3):
             return super().load_module_state_dict(*args, **kwargs)  # type: ignore[misc]
@@ -205,9 +204,9 @@ class Fp8Checkpoints:
 
 
 class BeforeStateDict:
-    """A hook of an engine's model: say once what a plain state_dict(), which is no collective, holds in ZeRO-1/2.
+    """Hook of an engine's model that tells once what a plain state_dict(), which is no collective, holds in ZeRO-1/2.
 
-    Copies of the model have it too. They do not copy the engine, whose process groups cannot be, and say nothing.
+    Copies of the model have it too. They do not copy the engine and its process groups, and stay silent.
     """
 
     def __init__(self, engine: Fp8Checkpoints) -> None:

@@ -1,4 +1,4 @@
-"""The model of an engine, as DeepSpeed has cast, moved and broadcast it, becomes one with FP8 layers, in place."""
+"""In-place conversion of an engine's model to FP8 layers, after DeepSpeed has cast, moved and broadcast it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fp8_ds.zero.context import Fp8Context
 
 
 def refuse_autotp(engine: Any, model: Any) -> None:
-    """Refuse AutoTP with a stage or kind of model that has none in FP8. Before the model is cut."""
+    """Refuse AutoTP with a stage or kind of model that FP8 does not support, before the model is sharded."""
     if engine.autotp_size() <= 1:
         return
     if engine.zero_optimization_stage() > 2:
@@ -37,16 +37,16 @@ def refuse_autotp(engine: Any, model: Any) -> None:
 
 
 def convert(engine: Any) -> Fp8Context | None:
-    """Linears and experts of `engine.module` are FP8 layers, and what surrounds them is as the configuration says.
+    """Convert linears and experts of `engine.module`, and set attention, activations and loss as configured.
 
-    Collective where the plan is agreed on.
+    Collective where ranks agree on a plan.
 
     Returns:
-        None: the engine has no optimizer, and its model stays as it is.
+        Context of the engine; None if it has no optimizer, and its model stays as it is.
 
     Raises:
         ConfigError: nothing can be converted, or a key of the block has nothing to take effect on.
-        UnsupportedError: this device, or this model, cannot.
+        UnsupportedError: FP8 does not support this device or this model.
     """
     config = Fp8Config.from_block(engine._config._param_dict["fp8"])
     if engine.client_optimizer is None and not engine.optimizer_name():
@@ -78,10 +78,10 @@ def convert(engine: Any) -> Fp8Context | None:
 
 
 def _cast_trainable(module: torch.nn.Module) -> None:
-    """Weights that train are in bf16, as the upper part of a split master is, which outside FP8 is the weight itself.
+    """Cast trainable weights to bf16, the dtype of a split master's upper part, which is the weight outside FP8.
 
-    In stages 1 and 2 DeepSpeed has cast them, in stage 3 nothing of a model of which zero.Init has cut a part: there
-    PEFT's adapters are in float32 (deepspeed 0.19.8, engine.py, `_cast_module_mixed_precision`).
+    DeepSpeed has cast them in stages 1 and 2, but not in stage 3 if zero.Init has partitioned some: PEFT's adapters are
+    then in float32 (deepspeed 0.19.8, engine.py, `_cast_module_mixed_precision`).
     """
     others = {name: p for name, p in module.named_parameters() if p.requires_grad and p.dtype == torch.float32}
     for p in others.values():
@@ -94,7 +94,7 @@ def _cast_trainable(module: torch.nn.Module) -> None:
 
 
 def _surround(engine: Any, config: Fp8Config) -> None:
-    """Attention, activations and loss are as the configuration says."""
+    """Set attention, activations and loss as the configuration says."""
     module = engine.module
     if config.attention.backend is not None:
         use_backend(module, config.attention.backend, hadamard=config.attention.hadamard)
@@ -107,7 +107,7 @@ def _surround(engine: Any, config: Fp8Config) -> None:
 
 
 def leave_unoptimized(module: Any, context: Fp8Context, optimizer: Any) -> None:
-    """Trainable weights in no parameter group have no master to be quantised from, and stay bf16."""
+    """Revert trainable weights in no parameter group to bf16: they have no master to be quantised from."""
     optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
     left = {name for name, p in context.trainable.items() if id(p) not in optimized}
     if not left:
@@ -120,8 +120,8 @@ def leave_unoptimized(module: Any, context: Fp8Context, optimizer: Any) -> None:
 
 
 def let_the_timer_wait(config: Any, waits: bool) -> None:
-    """Whether DeepSpeed's throughput timer empties the device's queue twice a step, as in stock code; what the
-    configuration says of it holds."""
+    """Set whether DeepSpeed's throughput timer empties the device's queue twice a step, unless its key is
+    configured."""
     if "synchronized" not in config._param_dict.get("timers", {}).get("throughput", {}):
         config.timers_config.synchronized = waits
 
@@ -134,8 +134,8 @@ def _agree_on_plan(
     device: torch.device,
     linear: Callable[..., Any],
 ) -> Plan:
-    """The plan of this rank's module. A pipeline stage without linears is fine if another stage has some, and so is a
-    rank that AutoTP has left with none (fewer heads than ranks).
+    """Plan this rank's module. A pipeline stage may be without linears if another stage has some, and so may a rank
+    that AutoTP has left with none (fewer heads than ranks).
 
     FP8 states need no FP8 linear (`may_be_empty`). Weights that pipeline stages share (`tied_modules`) are never
     converted.

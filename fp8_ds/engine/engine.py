@@ -1,4 +1,4 @@
-"""The engine mix-in: where DeepSpeed's engine builds, steps, saves and loads, and what of ours does it there."""
+"""Engine mix-in: our code where DeepSpeed's engine builds, steps, saves and loads."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Fp8Engine(Fp8Checkpoints):
     """Mix-in before DeepSpeedEngine or PipelineEngine. Seams: fp8_ds/engine/seams.py.
 
     Attributes:
-        fp8: None where FP8 is off: the engine is stock then.
+        fp8: context of the engine; None where FP8 is off, and the engine is DeepSpeed's own.
     """
 
     def _configure_distributed_model(self: Any, model: Any) -> None:
-        """After DeepSpeed has cast, moved and broadcast the model, retype its linears in place."""
+        """Convert the model's linears in place, after DeepSpeed has cast, moved and broadcast it."""
         conversion.refuse_autotp(self, model)
         super()._configure_distributed_model(model)  # type: ignore[misc]
         self.fp8 = conversion.convert(self)
@@ -44,7 +44,7 @@ class Fp8Engine(Fp8Checkpoints):
             self._fp8_state_dict_hook = self.module.register_state_dict_pre_hook(BeforeStateDict(self))
 
     def _configure_basic_optimizer(self: Any, model_parameters: Any) -> Any:
-        """With FP8 states torch's Adam or AdamW, to be taken over."""
+        """Return torch's Adam or AdamW if there are FP8 states, which take it over."""
         if self.fp8 is None or self.fp8.config.optimizer.states == "fp32":
             return super()._configure_basic_optimizer(model_parameters)  # type: ignore[misc]
         return retyping.adam_to_take_over(self, model_parameters)
@@ -82,7 +82,7 @@ class Fp8Engine(Fp8Checkpoints):
             share_readers(self.module)
 
     def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
-        """Stock forward. Until the next step layers stay as they are, if a backward can follow."""
+        """Run DeepSpeed's own forward. If a backward can follow, layers keep their precision until the next step."""
         following = self._fp8_step_callbacks if torch.is_grad_enabled() else None
         if following is not None:
             following.before_forward(self.module.training)
@@ -93,7 +93,7 @@ class Fp8Engine(Fp8Checkpoints):
         return output
 
     def _take_model_step(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Stock step; then what follows it, by default nothing."""
+        """Run DeepSpeed's own step, then the callbacks of an engine with FP8."""
         if self._fp8_step_callbacks is not None:
             self._fp8_step_callbacks.before_step()
         super()._take_model_step(*args, **kwargs)  # type: ignore[misc]
@@ -101,8 +101,8 @@ class Fp8Engine(Fp8Checkpoints):
             self._fp8_step_callbacks.after_step()
 
     def compile(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Stock `compile`, with rotary tables made once and no guards on what stays as it is; ZeRO-3's hooks are called
-        and not traced."""
+        """Compile as DeepSpeed does, with rotary tables made once, no guards on fixed objects, and ZeRO-3's hooks
+        called and not traced."""
         if self.fp8 is not None:
             allow_more_graphs()
             self._fp8_hooks += rotary.keep_tables(self.module)
@@ -116,22 +116,22 @@ class Fp8Engine(Fp8Checkpoints):
         super().compile(*given.args, **given.kwargs)  # type: ignore[misc]
 
     def set_layer_precision(self: Any, names: str | Collection[str], precision: Request) -> list[str]:
-        """Layers compute in bf16 or FP8 from the next step on, whatever the schedule; "schedule": as it says again.
+        """Set the precision of layers from the next step on, whatever the schedule; "schedule" follows it again.
 
-        Collective: called on all ranks alike, between optimizer steps (or from what follows a step, as the guard is).
-        Checkpoints keep it.
+        Collective: call it on all ranks alike, between optimizer steps or in a step callback. Checkpoints keep the
+        setting.
 
         Args:
-            names: of layers, or parts of names, in any order.
+            names: names of layers, or parts of names, in any order.
             precision: "bf16", "fp8" or "schedule".
 
         Returns:
-            The layers meant.
+            The names of these layers.
 
         Raises:
-            ConfigError: FP8 is off; a name is of no layer in FP8, or ranks disagree: on all ranks, nothing has changed.
-            UnsupportedError: layers are tensor-parallel; or a rank is between a forward and the step that follows: on
-                all ranks, nothing has changed.
+            ConfigError: FP8 is off, no layer in FP8 has a name, or ranks disagree; on all ranks, and nothing changes.
+            UnsupportedError: layers are tensor-parallel, or a rank is between a forward and the step that follows; on
+                all ranks, and nothing changes.
         """
         if self._fp8_step_callbacks is None:
             raise ConfigError(
@@ -146,16 +146,16 @@ class Fp8Engine(Fp8Checkpoints):
         return None if following is None or following.health is None else following.health.monitor
 
     def add_fp8_listener(self: Any, listener: Listener) -> RemovableHandle:
-        """`listener` is called with a `Report` of each sampled step, one step later, until the handle's `remove()`.
+        """Call `listener` with a `Report` of each sampled step, one step later, until the handle's `remove()`.
 
-        On each rank that adds it; in the same step on all of them, with the same numbers of layers on data-parallel
-        ranks. Not with the report of a run's last step. What it raises is raised. Checkpoints do not keep it.
+        It is called on each rank that adds it, in the same step, and with the same numbers on data-parallel ranks, but
+        not with the report of a run's last step. Its errors are raised. Checkpoints do not keep it.
 
         Args:
             listener: takes a report; it must not keep or change what is in it.
 
         Raises:
-            ConfigError: neither monitor nor guard is on; or it is called already.
+            ConfigError: neither monitor nor guard is on, or the listener has been added already.
         """
         if (health := self._fp8_health) is None:
             raise ConfigError(
@@ -165,10 +165,10 @@ class Fp8Engine(Fp8Checkpoints):
         return health.listen(listener)
 
     def fp8_report(self: Any) -> dict[str, Any]:
-        """What FP8 does in this engine, on this rank.
+        """Report the state and traffic of FP8 in this engine, on this rank.
 
         Returns:
-            `enabled`, which is false and alone where FP8 is off for this engine; `gathered_bytes` (of weights, in the
+            `enabled` (false, and the only key, where FP8 is off for this engine); `gathered_bytes` (of weights, in the
             last finished step, own share included), `gathered_fp8_bytes` of these, `reduced_bytes` (handed to FP8
             reduce-scatters in that step, 0 if gradients are reduced in bf16), `num_amax_reduces` in that step,
             `resident_weight_bytes` and its parts, `num_fp8_weights` (elements), `plan` (one line),
@@ -198,7 +198,7 @@ class Fp8Engine(Fp8Checkpoints):
         }
 
     def destroy(self: Any) -> None:
-        """Stock, after the last report."""
+        """Write the last report, then destroy the engine as DeepSpeed does."""
         if self._fp8_step_callbacks is not None:
             self._fp8_step_callbacks.close()
         for hook in self._fp8_hooks:
@@ -207,7 +207,7 @@ class Fp8Engine(Fp8Checkpoints):
 
 
 def allow_more_graphs() -> None:
-    """Let torch.compile make 32 graphs of one function where it is torch's own 8, for the whole process and for good.
+    """Raise torch.compile's limit of graphs of one function from 8, its default, to 32, for good and the whole process.
 
     Under ZeRO-3 all decoder layers are one function: delayed scales, layers in bf16, evaluation, samples of the monitor
     and phases of the schedule make seven graphs of it as a rule, and a ninth would send it to eager.
@@ -223,4 +223,4 @@ class Fp8DeepSpeedEngine(Fp8Engine, DeepSpeedEngine):
 
 
 class Fp8PipelineEngine(Fp8Engine, PipelineEngine):
-    """PipelineEngine with FP8 ZeRO (stage 1, what DeepSpeed allows with pipelines)."""
+    """PipelineEngine with FP8 ZeRO (stage 1, the only one that DeepSpeed allows with pipelines)."""

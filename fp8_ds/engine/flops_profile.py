@@ -1,6 +1,6 @@
-"""DeepSpeed's flops profiler, with the products of FP8 layers, which by itself counts calls of torch's functions alone.
+"""DeepSpeed's flops profiler, which by itself counts calls of torch's functions only, with the products of FP8 layers.
 
-Its own table of modules that count themselves (`MODULE_HOOK_MAPPING`) was tried first: such modules have no latency.
+Modules in its own table of those that count themselves (`MODULE_HOOK_MAPPING`) would have no latency.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from fp8_ds.nn.matrices import full_shape
 
 
 class Fp8FlopsProfiler(theirs.FlopsProfiler):
-    """Made from an engine's profiler by its class. Seams: fp8_ds/engine/seams.py."""
+    """Flops profiler of an engine with FP8. Seams: fp8_ds/engine/seams.py."""
 
     def start_profile(self, ignore_list: Any = None) -> None:
         super().start_profile(ignore_list)
         handles: list[RemovableHandle] = [
-            # Before stock's own hook, which adds up what was counted within the module.
+            # Before DeepSpeed's own hook, which adds up what was counted within the module.
             module.register_forward_hook(_count, with_kwargs=True, prepend=True)
             for module in self.model.modules()
             if isinstance(module, (Fp8Linear, Fp8Experts))
@@ -37,7 +37,7 @@ class Fp8FlopsProfiler(theirs.FlopsProfiler):
 
 
 def _count(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-    """What stock counts of a linear of this size is counted of `module`, in place of what its parts have said."""
+    """Count a plain linear's products for `module`, in place of those that its parts have counted."""
     given = (*args, *kwargs.values())
     if isinstance(module, Fp8Experts):
         weights = [full_shape(getattr(module, name)) for name in WEIGHTS]

@@ -1,4 +1,4 @@
-"""What torch.compile looks at before each call of a graph, without what is ours and stays as it is."""
+"""Filter of the guards that torch.compile checks before each call of a graph: our own fixed objects are left out."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 from torch import nn
 
 _OURS = "G['__import_fp8_ds_dot_"
-"""How the names of guards on our modules begin: their functions, classes and constants."""
+"""Beginning of the names of guards on our modules: their functions, classes and constants."""
 _OTHERS = re.compile(r"G\['\w+'\]\.(torch|nn|F)\b")
-"""What is reached through our modules and is not ours: users may replace it."""
+"""Foreign modules that are reached through ours: users may replace what is in them."""
 _SHARED = re.compile(r"\.fp8_recipe\.(shared|history|grad_format)$")
 """Objects that recipes of several layers have in common, from the conversion on."""
 
 
 def without_fixed(compile_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """`compile_kwargs` of an engine, with a filter that leaves these guards out, after the user's own if there is one.
+    """Return `compile_kwargs` with a filter that leaves fixed guards out, after the user's own filter if there is one.
 
-    Nearly half of a layer's guards are such, with delayed scales, and most of those that run Python, one each for two
-    layers that share an object: a microsecond or two. With a "mode" other than torch's own "default" everything stays,
-    for torch takes no options beside one.
+    With delayed scales these are nearly half of a layer's guards and most of those that run Python, one for each pair
+    of layers that share an object, at a microsecond or two. With a "mode" other than torch's own "default" all guards
+    stay, because torch takes no options beside one.
     """
     if compile_kwargs.get("mode") not in (None, "default"):
         return compile_kwargs
@@ -38,7 +38,7 @@ class _Filter:
         self.first = first
 
     def __call__(self, guards: Sequence[Any]) -> list[bool]:
-        """For each, whether it is kept."""
+        """Return for each guard whether it is kept."""
         kept = self.first(guards) if self.first is not None else [True] * len(guards)
         return [
             bool(one) and not (is_fixed(guard.name, guard.guard_type) or is_on_a_method(guard))
@@ -47,7 +47,7 @@ class _Filter:
 
 
 def is_fixed(name: str, kind: str) -> bool:
-    """Whether a guard is on what no run changes.
+    """Whether a guard checks something that no run changes.
 
     Args:
         name: the guarded object, as torch spells it.
@@ -61,9 +61,9 @@ def is_fixed(name: str, kind: str) -> bool:
 
 
 def is_on_a_method(guard: Any) -> bool:
-    """Whether a guard looks that an object of ours has no attribute in the place of a method or property of its class.
+    """Whether a guard checks that no attribute of an object of ours hides a method or property of its class.
 
-    None has. Not of modules, whose `forward` others replace, nor of a user's classes.
+    None does. Modules, whose `forward` others replace, and a user's classes are left to torch.
 
     Args:
         guard: torch's GuardFilterEntry.

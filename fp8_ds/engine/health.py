@@ -30,8 +30,8 @@ class Health:
     """Monitor and guard of one engine, and what checkpoints keep of them.
 
     Args:
-        monitor: not started yet.
-        guard: a listener of it; None without.
+        monitor: a monitor that is not started yet.
+        guard: a listener of the monitor; None if there is no guard.
     """
 
     def __init__(self, monitor: HealthMonitor, guard: Guard | None) -> None:
@@ -40,11 +40,11 @@ class Health:
 
     @classmethod
     def of(cls, engine: Any, to_bf16: Callable[[Sequence[str]], object], say: Say, warn: Say) -> Health | None:
-        """As the configuration of `engine` wants it; None: it wants neither.
+        """Build monitor and guard as configured for `engine`; None if it has neither.
 
         Args:
             engine: built, with its ZeRO optimizer and the precision of its layers.
-            to_bf16: sends layers there, given the same names on all ranks; for the guard.
+            to_bf16: called by the guard to send layers to bf16, with the same names on all ranks.
             say: called with a line for rank 0.
             warn: called with a line of this rank.
 
@@ -64,12 +64,12 @@ class Health:
         return cls(monitor, guard)
 
     def state_dict(self) -> dict[str, Any]:
-        """Builtin types, of this rank's layers: each pipeline stage and tensor-parallel rank has a model file."""
+        """Return builtin types for this rank's layers: each pipeline stage and tensor-parallel rank has its file."""
         guard = None if self.guard is None else self.guard.state_dict()
         return {"monitor": self.monitor.state_dict(), "guard": guard}
 
     def wrong_state(self, state: Any) -> str:
-        """Why `load_state_dict` cannot take over `state`; empty if it can. Nothing is changed."""
+        """Say why `load_state_dict` cannot take over `state`; empty if it can. Nothing is changed."""
         try:
             waiting = state["monitor"]["waiting"]
             copy.copy(self.monitor).load_state_dict(state["monitor"], -1 if waiting is None else waiting["step"])
@@ -80,14 +80,14 @@ class Health:
         return ""
 
     def load_state_dict(self, state: Mapping[str, Any] | None, step: int) -> None:
-        """As when `state` was saved after `step` steps; `monitor.start` goes on. None: nothing is known."""
+        """Restore `state`, saved after `step` steps; None: start anew. Call `monitor.start` afterwards."""
         self.monitor.load_state_dict(None if state is None else state["monitor"], step)
         if self.guard is not None:
             self.guard.load_state_dict(None if state is None else state["guard"])
 
 
 def health_monitor(engine: Any, every: int, sinks: Sequence[str], warn: Say) -> HealthMonitor:
-    """Samples the FP8 layers of `engine`; not started yet.
+    """Build the monitor that samples the FP8 layers of `engine`, not started yet.
 
     Args:
         engine: built, with its ZeRO optimizer.
@@ -127,10 +127,10 @@ def health_monitor(engine: Any, every: int, sinks: Sequence[str], warn: Say) -> 
 
 
 def make_guard(engine: Any, to_bf16: Callable[[Sequence[str]], object], say: Say) -> Guard:
-    """What acts on all ranks alike, once a health monitor tells it.
+    """Build the guard, which acts on all ranks alike once a health monitor calls it.
 
     Raises:
-        UnsupportedError: it shall send layers to bf16, and they are tensor-parallel.
+        UnsupportedError: the guard shall send layers to bf16, and there are tensor-parallel ones.
     """
     action, group = engine.fp8.config.guard.action, engine.optimizer.dp_process_group
     parallel = [name for name, layer in fp8_layers(engine.module).items() if layer.is_parallel]
@@ -151,7 +151,7 @@ def make_guard(engine: Any, to_bf16: Callable[[Sequence[str]], object], say: Say
 
 
 def _listener(engine: Any, sink: str, group: Any) -> list[Listener]:
-    """What this rank writes: rank 0 to DeepSpeed's monitor; one rank of each data-parallel group to a file."""
+    """Return this rank's writers: rank 0 has DeepSpeed's monitor, one rank of each data-parallel group a file."""
     rank = ds_comm.get_rank()
     if sink == "deepspeed":
         return [DeepSpeedEvents(engine.monitor)] if rank == 0 else []

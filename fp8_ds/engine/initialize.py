@@ -1,4 +1,4 @@
-"""One call of `deepspeed.initialize`: is FP8 wanted, is it possible, and with which engine class."""
+"""Wrapper of `deepspeed.initialize`: it finds whether FP8 is wanted and possible, and swaps the engine classes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def initialize(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Stock `deepspeed.initialize`, with our engines where the configuration has `"fp8": {"enabled": true}`.
+    """Call DeepSpeed's `initialize`, with our engines where the configuration has `"fp8": {"enabled": true}`.
 
     Raises:
         ConfigError: the block is wrong, or ranks differ in block, packages or model; on every rank, before any group
@@ -65,7 +65,7 @@ def _leave_to_stock(config: dict[str, Any], arguments: Mapping[str, Any]) -> Non
     from fp8_ds.engine.rank_agreement import is_one_of_many, own_rank, take_side
 
     model = arguments.get("model")
-    # Without a model stock raises, before it makes a group.
+    # Without a model DeepSpeed raises, before it makes a group.
     mixed = take_side(False, arguments) if model is not None and is_one_of_many(arguments) else None
     refuse_misplaced_block(config)
     if "fp8" not in config and own_rank() == 0:
@@ -82,7 +82,7 @@ def _leave_to_stock(config: dict[str, Any], arguments: Mapping[str, Any]) -> Non
 
 
 def other_blocks(config: Mapping[str, Any]) -> list[str]:
-    """A line for each top-level key that is another FP8 library's block, or "fp8" misspelled."""
+    """Return a line for each top-level key that is another FP8 library's block, or "fp8" misspelled."""
     remedies = {"msamp": 'It is MS-AMP\'s: write "fp8" in its place (docs/migrating.md).'}
     keys = (str(key) for key in config if key != "fp8")
     # "fp_8" and "f8" are alike, "fp16" is not.
@@ -105,7 +105,7 @@ def refuse_misplaced_block(config: Mapping[str, Any]) -> None:
 
 
 def _accept(config: dict[str, Any], arguments: Mapping[str, Any]) -> Start | None:
-    """What this rank starts with; None if FP8 is off. Raises an Fp8DsError of this rank alone, as `initialize` does."""
+    """Return this rank's start; None if FP8 is off. Raises an Fp8DsError of this rank alone, as `initialize` does."""
     fp8 = Fp8Config.from_block(config["fp8"])
     if not fp8.enabled:
         return None
@@ -121,7 +121,7 @@ def _accept(config: dict[str, Any], arguments: Mapping[str, Any]) -> Start | Non
     if trains:
         device = torch.device(get_accelerator().device_name())
         refuse_start(fp8, config, device, own_rank())
-        if model is not None:  # stock says so
+        if model is not None:  # else DeepSpeed says so
             _refuse_model(fp8, config, model, mpu, device)
     # Without an optimizer: as it is, whatever stage and model. TRL has reference models in stage 0 beside stage 1 or 2.
     _apply_patches()
@@ -148,7 +148,7 @@ def _refuse_model(fp8: Fp8Config, config: dict[str, Any], model: Any, mpu: Any, 
 
 
 def _resolve_config(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The configuration as a dict, from wherever the caller put it; else stock will say what is wrong."""
+    """Return the configuration as a dict, from wherever the caller put it, or a value that DeepSpeed will refuse."""
     bound = inspect.signature(stock).bind_partial(*args, **kwargs).arguments
     client_args = bound.get("args")
     candidates = [
@@ -162,7 +162,7 @@ def _resolve_config(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 
 def _read(config: str) -> Any:
-    """What DeepSpeed takes a string for: the path of an HJSON file, or HJSON in base64; stock refuses others."""
+    """Read a string as DeepSpeed does: the path of an HJSON file, or HJSON in base64; None if it is neither."""
     import hjson
 
     if os.path.exists(config):
@@ -174,8 +174,8 @@ def _read(config: str) -> Any:
 
 
 def _apply_patches() -> None:
-    """Every seam is checked, then the one function that has to be patched is, once per `install()`; Accelerate's export
-    as soon as there is an Accelerate."""
+    """Check every seam and patch the one function, once per `install()`, and Accelerate's export once it is
+    imported."""
     from deepspeed.runtime.zero import stage_1_and_2
 
     from fp8_ds.engine.accelerate_export import patch_accelerate
@@ -193,7 +193,7 @@ def _apply_patches() -> None:
 
 @contextmanager
 def _our_engines() -> Iterator[None]:
-    """`deepspeed.initialize` looks its engine classes up in the module `deepspeed` at call time: swap them there."""
+    """Swap the engine classes in the module `deepspeed`, where `deepspeed.initialize` looks them up at call time."""
     import deepspeed
 
     from fp8_ds.engine.engine import Fp8DeepSpeedEngine, Fp8PipelineEngine

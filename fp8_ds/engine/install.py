@@ -1,6 +1,6 @@
-"""install() and uninstall(): `deepspeed.initialize` wrapped, lazily and undoably. Imports neither torch nor deepspeed.
+"""The wrapper of `deepspeed.initialize`, and how to undo it. This module imports neither torch nor deepspeed.
 
-Without `"fp8": {"enabled": true}` in the resolved configuration the wrapper calls stock code with the same arguments.
+Without `"fp8": {"enabled": true}` in the resolved configuration the wrapper calls DeepSpeed with the same arguments.
 With it, our engine classes stand in for DeepSpeed's for the duration of that one call.
 """
 
@@ -21,7 +21,7 @@ _HOST = "deepspeed"
 
 
 class _DeepSpeedFinder(importlib.abc.MetaPathFinder):
-    """Wraps `deepspeed.initialize` right after deepspeed has been imported, whoever imports it."""
+    """Import hook that wraps `deepspeed.initialize` right after deepspeed has been imported, whoever imports it."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -39,7 +39,7 @@ class _DeepSpeedFinder(importlib.abc.MetaPathFinder):
 
 
 def _patch_after(loader: Any) -> None:
-    """Once this loader has executed the host module, that is patched, and the loader is as it was."""
+    """Patch the host module once `loader` has executed it, and restore the loader."""
     stock = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
@@ -52,9 +52,9 @@ def _patch_after(loader: Any) -> None:
 
 
 def install() -> None:
-    """`deepspeed.initialize` honours the "fp8" block from now on, or from the moment deepspeed is imported.
+    """Make `deepspeed.initialize` read the "fp8" block, from now on or from the moment deepspeed is imported.
 
-    Calling it again changes nothing: several ways of activation may be on at once.
+    Calling it again changes nothing, because several ways of activation may be on at once.
     """
     if is_installed():
         return
@@ -67,10 +67,10 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Every symbol of DeepSpeed is stock again.
+    """Restore every patched symbol of DeepSpeed.
 
-    Destroy FP8 engines first: without the patched gather, the next step of one of ZeRO 1 or 2 raises, or its next load
-    of a universal checkpoint. Steps with FP8 states, and ZeRO 3, need no patch and go on.
+    Destroy FP8 engines first: without the patched gather, an engine of ZeRO 1 or 2 raises in its next step, or in its
+    next load of a universal checkpoint. Steps with FP8 states, and ZeRO 3, need no patch and go on.
     """
     _remove_finder()
     RECORD.undo()

@@ -1,4 +1,4 @@
-"""Leaf modules of ZeRO-3, each gathered as a whole: what they are worth, and what they need."""
+"""Hints and a setting for leaf modules of ZeRO-3, each of which is gathered as a whole."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from fp8_ds.engine.liger_loss import with_liger_loss
 
 _BOUND = "stage3_max_live_parameters"
 LIVE_NAMES = (_BOUND, "max_live_parameters")
-"""That DeepSpeed takes for it."""
+"""Names that DeepSpeed takes for it."""
 
 
 class Live(NamedTuple):
-    """Elements of whole weights at once, if every leaf can be prefetched.
+    """Elements of weights that are whole at once, if every leaf can be prefetched.
 
     Attributes:
-        held: outside the leaves, head and embedding as far as they stay.
-        leaves: the rest: the leaf at work, the next one, what is kept for the backward.
-        largest: leaf.
+        held: elements outside the leaves, head and embedding as far as they stay whole.
+        leaves: elements of the leaf at work, of the next one, and of those kept for the backward.
+        largest: elements of the largest leaf.
     """
 
     held: int
@@ -34,7 +34,7 @@ class Live(NamedTuple):
 
 
 def hint_on_compiling(engine: Any) -> str | None:
-    """What a ZeRO-3 engine that is about to be compiled lacks: leaves, or a prefetch of a whole one."""
+    """Return a hint if a ZeRO-3 engine to be compiled lacks leaves, or the prefetch of a whole one."""
     if not engine.zero_optimization_partition_weights():
         return None
     largest = max((_num_gathered(leaf.parameters()) for leaf in _leaves(engine.module)), default=None)
@@ -54,7 +54,7 @@ def hint_on_compiling(engine: Any) -> str | None:
 
 
 def hint_on_building(engine: Any) -> str | None:
-    """The remedy where the first leaf's input seems to need no gradient: its first backward fails in DeepSpeed."""
+    """Return a remedy if the first leaf's input seems to need no gradient: its backward then fails in DeepSpeed."""
     model = engine.module
     find_embedding = getattr(model, "get_input_embeddings", None)
     if (
@@ -74,13 +74,13 @@ def hint_on_building(engine: Any) -> str | None:
 
 
 def raise_max_live_parameters(engine: Any) -> str | None:
-    """Where the configuration has no bound on live weights, make it one that lets DeepSpeed prefetch every leaf.
+    """Raise the bound on live weights, if none is configured, so that DeepSpeed can prefetch every leaf.
 
-    DeepSpeed's own of a thousand million leaves some out in silence; Llama-3-8B's head and embedding, which Liger's
-    loss holds, are more. To be called before its optimizer is built.
+    DeepSpeed's default of a thousand million leaves some out in silence; Llama-3-8B's head and embedding, which Liger's
+    loss holds, are more. Call this before DeepSpeed's optimizer is built.
 
     Returns:
-        A line that says so, if it is another bound than DeepSpeed's.
+        A line that says so, or None if DeepSpeed's bound stays.
     """
     if not engine.zero_optimization_partition_weights() or _names_bound(engine):
         return None
@@ -92,7 +92,7 @@ def raise_max_live_parameters(engine: Any) -> str | None:
 
 
 def hint_on_live(engine: Any) -> str | None:
-    """The configuration names a bound under which DeepSpeed does not prefetch every leaf, which it does in silence."""
+    """Return a warning if DeepSpeed silently does not prefetch every leaf under the configured bound."""
     if not engine.zero_optimization_partition_weights() or not _names_bound(engine):
         return None
     needed, bound = _room(engine), engine.zero_max_live_parameters()
@@ -106,7 +106,7 @@ def hint_on_live(engine: Any) -> str | None:
 
 
 def live_weights(model: Module, reuse_distance: int, holds_head: bool, threshold: int = 0) -> Live:
-    """What is whole at once under a bound on live weights that lets every leaf be prefetched; no leaves: none.
+    """Count the weights that are whole at once under a bound that lets every leaf be prefetched.
 
     DeepSpeed keeps after a forward what it uses again within the reuse distance R (0.18.9 to 0.19.8,
     `__params_to_release`). After a leaf it counts the leaves behind it and the head: the last ones are kept. After
@@ -114,10 +114,10 @@ def live_weights(model: Module, reuse_distance: int, holds_head: bool, threshold
     Liger's loss the head is not called: it is held from the model's forward to the step's end.
 
     Args:
-        model: with its leaves marked; its parameters whole, cut, or on the meta device.
-        reuse_distance: DeepSpeed's, in elements.
-        holds_head: the loss is Liger's.
-        threshold: elements below which a parameter persists, where DeepSpeed has not marked those yet.
+        model: a model with its leaves marked; its parameters are whole, partitioned, or on the meta device.
+        reuse_distance: DeepSpeed's reuse distance in elements.
+        holds_head: whether the loss is Liger's.
+        threshold: elements below which a parameter persists, for models that DeepSpeed has not marked yet.
     """
     inside = {id(p) for leaf in _leaves(model) for p in leaf.parameters()}
     outside = _num_gathered((p for p in model.parameters() if id(p) not in inside), threshold)
@@ -146,7 +146,7 @@ def _names_bound(engine: Any) -> bool:
 
 
 def _room(engine: Any) -> int:
-    """Live weights under which every leaf can be prefetched; 0 without leaves."""
+    """Return the bound under which every leaf can be prefetched; 0 without leaves."""
     found = live_weights(engine.module, engine.zero_max_reuse_distance(), _holds_head(engine))
     return found.total if found.leaves else 0
 
@@ -156,7 +156,7 @@ def _holds_head(engine: Any) -> bool:
 
 
 def _output_weight(model: Any) -> list[Any]:
-    """The weight of a Hugging Face model's head, tied or not; nothing of other models."""
+    """Return the weight of a Hugging Face model's head, tied or not; no weight for other models."""
     head = _weight_of(model, "output")
     return [] if head is None or _weight_of(model, "input") is None else [head]
 
@@ -174,6 +174,6 @@ def _leaves(module: Module) -> Iterator[Module]:
 
 
 def _num_gathered(parameters: Iterable[Any], threshold: int = 0) -> int:
-    """Of whole parameters; before DeepSpeed's optimizer is built none is known to be persistent but by `threshold`."""
+    """Count elements of parameters that are not persistent, which DeepSpeed marks only when its optimizer is built."""
     numels = (getattr(p, "ds_numel", p.numel()) for p in parameters if not getattr(p, "ds_persist", False))
     return sum(numel for numel in numels if numel >= threshold)

@@ -1,7 +1,7 @@
-"""Liger's fused loss in a Hugging Face causal LM: compiled models call it, in chunks of a chosen size, without a wait.
+"""Liger's fused loss in a Hugging Face causal LM: called by compiled models, with a chosen chunk size and no wait.
 
 liger-kernel puts it into a model itself: `apply_liger_kernel_to_llama(model=model, ...)` and its like, or the Trainer's
-`use_liger_kernel`. No option of Liger's does what is done here, for all its users in this process, until
+`use_liger_kernel`. Liger has no options for the changes made here, which hold for the whole process, until
 `fp8_ds.uninstall()`. Tried with 0.7.0 and 0.8.5.
 """
 
@@ -25,9 +25,9 @@ from fp8_ds.ops.multiply import multiply_, takes
 
 _KEY = "fp8.activations.cross_entropy_chunk_mem_const"
 _FAST_CHUNKS = 8
-"""With so many Liger's loss takes 1.1 times as long as it can on an H100, with 32 1.6 times (docs/activations.md)."""
+"""With 8 chunks Liger's loss takes 1.1 times its shortest time on an H100, with 32 chunks 1.6 (docs/activations.md)."""
 _OWN_CONSTANTS = {"gpt_oss": 8}
-"""By type of model: what Liger's forward says instead of 1 (0.8.5, transformers/model/gpt_oss.py)."""
+"""Constant that Liger's forward uses instead of 1, by type of model (0.8.5, transformers/model/gpt_oss.py)."""
 _FUNCTIONAL = "liger_kernel.transformers.functional"
 _LOSS = "liger_fused_linear_cross_entropy"
 _CHUNK = "chunk_mem_const"
@@ -46,11 +46,11 @@ def with_liger_loss(model: Any) -> Any | None:
 
 
 def check_chunks(model: Any, chunk_mem_const: int | None) -> None:
-    """Raise if the key names a size for chunks that are not there. Reads names only; before any collective.
+    """Raise if the key sets the size of chunks that do not exist. It reads names only, before any collective.
 
     Args:
-        model: what deepspeed.initialize was given.
-        chunk_mem_const: the key's; None: not set.
+        model: the model that deepspeed.initialize was given.
+        chunk_mem_const: value of the key; None if it is not set.
 
     Raises:
         UnsupportedError: the model's forward is not Liger's, or this Liger cannot be told the size of its chunks.
@@ -73,19 +73,19 @@ def check_chunks(model: Any, chunk_mem_const: int | None) -> None:
 
 
 def prepare_liger_loss(model: nn.Module, zero_stage: int, chunk_mem_const: int | None) -> str | None:
-    """Make Liger's loss in this model one that compiled models call and that waits for nothing in its backward.
+    """Keep Liger's loss out of compiled graphs, and remove the host's wait from its backward.
 
     Args:
-        model: its linears are converted, DeepSpeed's hooks are not on it yet.
-        zero_stage: of the optimizer to come. In stage 3 the head's weight is gathered for the whole model's forward and
-            backward: the loss reads it without calling the head, whose hooks would gather it.
-        chunk_mem_const: logits may be this many times as large as the loss's input; None: as Liger has it by itself.
+        model: a model with converted linears, and without DeepSpeed's hooks yet.
+        zero_stage: stage of the optimizer to come. In stage 3 the head's weight is gathered for the whole model's
+            forward and backward: the loss reads it without calling the head, whose hooks would gather it.
+        chunk_mem_const: logits may be this many times as large as the loss's input; None: Liger's default.
 
     Returns:
         One line that says so; None where the model's loss is not Liger's.
 
     Raises:
-        UnsupportedError: the head is in FP8, or cut by AutoTP.
+        UnsupportedError: the head is in FP8, or sharded by AutoTP.
     """
     lm = with_liger_loss(model)
     if lm is None:
@@ -117,7 +117,7 @@ def _check_head(head: nn.Module) -> None:
 
 
 def _hint(lm: Any) -> str:
-    """Where Liger by itself makes more chunks than are fast: how many, and the key that makes some `_FAST_CHUNKS`."""
+    """Say how many chunks Liger makes, if they are too many to be fast, and the key that makes some `_FAST_CHUNKS`."""
     vocabulary, width = full_shape(lm.lm_head.weight)
     own = _OWN_CONSTANTS.get(getattr(getattr(lm, "config", None), "model_type", ""), 1)
     num_chunks = most_chunks(width, vocabulary)
@@ -128,7 +128,7 @@ def _hint(lm: Any) -> str:
 
 
 def most_chunks(width: int, vocabulary: int, chunk_mem_const: int = 1) -> int:
-    """Return how many chunks many tokens are cut into: logits take about the loss's input, or a multiple of it.
+    """Return how many chunks many tokens are split into: logits take about the loss's input, or a multiple of it.
 
     Source: linkedin/Liger-Kernel src/liger_kernel/ops/fused_linear_cross_entropy.py (0.8.5).
     """
@@ -136,11 +136,11 @@ def most_chunks(width: int, vocabulary: int, chunk_mem_const: int = 1) -> int:
 
 
 def keep_out_of_graphs() -> None:
-    """torch.compile calls Liger's kernel and traces nothing of it: the graph breaks there, numbers are those of eager.
+    """Let torch.compile call Liger's kernel without tracing it: the graph breaks there, and numbers are those of eager.
 
     Its host code reads a count back and loops over chunks of tokens; traced (torch 2.13, liger-kernel 0.8.5) it is
-    compiled in pieces. What Liger's callers see is a traced function that calls one that is not: they ask for its
-    signature in the graph, which torch 2.14 breaks again for a function that it does not trace.
+    compiled in pieces. Liger's callers see a traced function that calls the untraced one: they ask for its signature in
+    the graph, and torch 2.14 breaks the graph again where that function is untraced.
     """
     functional = importlib.import_module(_FUNCTIONAL)
     stock = getattr(functional, _LOSS)
@@ -169,8 +169,8 @@ def keep_out_of_graphs() -> None:
 
 
 def calls_with_chunk_mem_const() -> bool:
-    """Whether this liger-kernel can be told the size of its chunks: its function, and the autograd function behind it,
-    which for some backends of Liger's is another one and is then not told."""
+    """Whether this liger-kernel takes the size of its chunks: both its function and the autograd function behind it,
+    which differs for some backends of Liger."""
     functional = importlib.import_module(_FUNCTIONAL)
     behind = getattr(functional, "LigerFusedLinearCrossEntropyFunction", None)
     functions = (getattr(functional, _LOSS), getattr(behind, "forward", None))
@@ -178,9 +178,9 @@ def calls_with_chunk_mem_const() -> bool:
 
 
 def set_chunk_mem_const(weight: Tensor, chunk_mem_const: int) -> None:
-    """Losses of this head are computed with that constant, whatever their caller says; those of others as ever.
+    """Compute losses of this head with that constant, whatever their caller says; those of other heads do not change.
 
-    The weight is what tells one engine's call from another's: forwards of Liger's have no place for the constant.
+    The weight tells one engine's call from another's, because Liger's forwards do not take the constant.
 
     Args:
         weight: the head's Parameter.
@@ -191,11 +191,11 @@ def set_chunk_mem_const(weight: Tensor, chunk_mem_const: int) -> None:
 
 
 def wait_for_nothing_in_backward() -> None:
-    """The loss's backward multiplies by its gradient on the device, or leaves all as it is where that is 1.
+    """Make the loss's backward multiply by its gradient on the device, which changes nothing where that is 1.
 
-    Liger's asks `torch.equal(grad_output, 1)` first: the host waits until the device has done the whole forward, and
-    the device then waits for the host (7 ms of a step of Llama-3-8B on H200s). Another function than that of 0.7.0 and
-    0.8.5 is left as it is.
+    Liger's own calls `torch.equal(grad_output, 1)` first: the host waits until the device has done the whole forward,
+    and the device then waits for the host (7 ms of a step of Llama-3-8B on H200s). Functions other than that of 0.7.0
+    and 0.8.5 are not replaced.
     """
     try:
         ops: Any = importlib.import_module(_OPS)

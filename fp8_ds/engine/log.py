@@ -1,4 +1,4 @@
-"""What fp8_ds tells the user, in DeepSpeed's log."""
+"""Lines for the user in DeepSpeed's log."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from deepspeed.utils import logger
 
 
 def say(line: str) -> None:
-    """A line from rank 0; what all ranks know."""
+    """Log a line on rank 0, for what all ranks know."""
     if ds_comm.get_rank() == 0:
         logger.warning(line)
 
 
 def warn(line: str, rank: int) -> None:
-    """A line from this rank, also when the process group is gone; what others do not know."""
+    """Log a line on this rank, for what others do not know. It needs no process group."""
     logger.warning(f"rank {rank}: {line}")

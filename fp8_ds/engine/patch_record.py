@@ -6,11 +6,11 @@ from typing import Any
 
 
 class PatchRecord:
-    """What is patched now.
+    """Patches that are applied now.
 
     Attributes:
-        patches: (object, attribute, stock value), newest last.
-        finder: the import hook that waits for deepspeed; None without.
+        patches: (object, attribute, original value), newest last.
+        finder: the import hook that waits for deepspeed; None if there is none.
     """
 
     def __init__(self) -> None:
@@ -18,12 +18,12 @@ class PatchRecord:
         self.finder: Any = None
 
     def set(self, target: Any, name: str, value: Any) -> None:
-        """Replace an attribute of `target`, and keep the stock one."""
+        """Replace an attribute of `target`, and keep the original."""
         self.patches.append((target, name, getattr(target, name)))
         setattr(target, name, value)
 
     def undo(self) -> None:
-        """Put every stock value back."""
+        """Put every original value back."""
         while self.patches:
             target, name, stock = self.patches.pop()
             setattr(target, name, stock)

@@ -1,4 +1,4 @@
-"""Layers that compute in bf16 for a while, and come back: by a schedule, by a user's or the guard's word."""
+"""Precision of layers, which a schedule, a user or the guard can send to bf16 for a while."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ _ELSEWHERE = "on another rank"
 
 
 class LayerPrecision:
-    """What the FP8 layers of an engine compute in, now and next.
+    """Precision of the FP8 layers of an engine, now and in the next step.
 
     Args:
-        model: converted, with its ZeRO optimizer built, whose `fp8_set_bf16` is `set_bf16`.
+        model: a converted model, whose ZeRO optimizer is built; the optimizer's `fp8_set_bf16` is `set_bf16`.
         config: the "schedule" block.
-        total_steps: that the learning-rate scheduler knows.
-        device: for the ranks to agree.
+        total_steps: number of steps that the learning-rate scheduler knows.
+        device: device of the tensors by which ranks agree.
         say: called with a line for rank 0.
 
     Attributes:
         in_bf16: layers that compute in bf16 now.
-        ended_in_bf16: those that did in the step that has ended, for what follows it.
+        ended_in_bf16: layers that did so in the step that has just ended.
 
     Raises:
-        ConfigError: the block names what is not there.
-        UnsupportedError: it asks for something, and the layers are tensor-parallel.
+        ConfigError: the block names no layer, or a fraction of an unknown number of steps.
+        UnsupportedError: the block is not empty, and layers are tensor-parallel.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class LayerPrecision:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the layers that can change: those in FP8 by the plan, frozen ones excepted."""
+        """Names of the layers that can change: those in FP8 by the plan, frozen ones excepted."""
         return tuple(self._linears)
 
     def update(self, step: int) -> None:
-        """Layers are as they shall be in step `step`, from 0, the same on all ranks. Collective where one changes."""
+        """Set the precision of layers for step `step`, from 0, the same on all ranks. Collective where one changes."""
         wanted = self.schedule.in_bf16(self.names, step, self.overrides)
         if wanted == self.in_bf16:
             return
@@ -87,7 +87,7 @@ class LayerPrecision:
         self._say(f"fp8: from step {step} on {len(wanted)} of {len(self.names)} FP8 linears compute in bf16{why}")
 
     def _reasons(self, in_bf16: frozenset[str], step: int) -> str:
-        """Why layers are in bf16 in step `step`: the whole schedule alone where it asks for bf16, else by layer."""
+        """Say why layers are in bf16 in step `step`: by the whole schedule where it asks for bf16, else by layer."""
         if whole := self.schedule.reason(step):
             return whole
         reasons = {
@@ -97,12 +97,12 @@ class LayerPrecision:
         return ", ".join(reason for reason, layers in reasons.items() if in_bf16 & layers)
 
     def request(self, names: Sequence[str], precision: Request, between: str = "") -> list[str]:
-        """Override the schedule for some layers, or leave them to it again; `update` makes it so. Collective.
+        """Override the schedule for some layers, or leave them to it again; `update` applies it. Collective.
 
-        As `Fp8Engine.set_layer_precision`.
+        See `Fp8Engine.set_layer_precision`.
 
         Args:
-            between: where this rank is, if a backward or step is to come that began with the layers as they are.
+            between: position of this rank between a forward and the step that follows; empty if it is not there.
         """
         self._same_call(names, precision, between)
         if precision not in REQUESTS:
@@ -122,7 +122,7 @@ class LayerPrecision:
         return [layer for layer in layers if layer in self._linears]
 
     def _same_call(self, names: Sequence[str], precision: str, between: str) -> None:
-        """All ranks raise, or none. Collective."""
+        """Check that all ranks make the same call; all raise or none. Collective."""
         asked = zlib.crc32(repr((list(names), precision)).encode())
         told = [asked, -asked, int(between != ""), int(self._parallel != "")]
         largest, negated_smallest, is_between, is_parallel = self._most(told)
@@ -141,15 +141,15 @@ class LayerPrecision:
             )
 
     def _most(self, here: Sequence[int]) -> list[int]:
-        """Return the largest on any rank of each number. Collective."""
+        """Return the maximum over ranks of each number. Collective."""
         most = torch.tensor(here, dtype=torch.int64, device=self._device)
         ds_comm.all_reduce(most, op=ds_comm.ReduceOp.MAX)
         return most.tolist()
 
     def _everywhere(self, patterns: Sequence[str]) -> list[list[str]]:
-        """The layers of all ranks that each pattern means: pipeline stages have layers of their own. Collective.
+        """Return the layers of all ranks that each pattern means: pipeline stages have different ones. Collective.
 
-        A layer of that very name on another stage is all that the pattern means here, too.
+        If a layer of any stage has exactly that name, the pattern means that one alone, on all stages.
         """
         if not patterns:
             return []
@@ -161,17 +161,17 @@ class LayerPrecision:
         ]
 
     def _of_this_rank(self, config: ScheduleConfig) -> ScheduleConfig:
-        """Without "layers" that only other ranks have."""
+        """Return `config` without "layers" that only other ranks have."""
         anywhere = zip(config.layers.items(), self._everywhere(list(config.layers)), strict=True)
         layers = dict(item for item, found in anywhere if not found or not self._linears.keys().isdisjoint(found))
         return config.model_copy(update={"layers": layers})
 
     def state_dict(self) -> dict[str, Any]:
-        """Builtin types: overrides, the same on all ranks, and this rank's layers in bf16, for a reader."""
+        """Return builtin types: overrides, the same on all ranks, and this rank's layers in bf16, for a reader."""
         return {"overrides": dict(self.overrides), "in_bf16": sorted(self.in_bf16)}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Overrides of the checkpoint, of other stages' layers too; `update` makes it so.
+        """Take over overrides of a checkpoint, also those of other stages' layers; `update` applies them.
 
         Layers that an older version's guard had sent to bf16 for a number of steps (`guard.return_after`) stay there.
         """

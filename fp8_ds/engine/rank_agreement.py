@@ -1,7 +1,7 @@
-"""Ranks that differ are named on all ranks, and nobody waits for a collective that never comes.
+"""Agreement of ranks on how they start, so that none waits for a collective that never comes.
 
-One small all-gather at the start of `deepspeed.initialize` finds different configurations, packages and models; only
-where ranks differ is more sent. A rank whose own configuration is refused takes part, so that the others hear of it.
+One small all-gather at the start of `deepspeed.initialize` finds different configurations, packages and models. If
+ranks differ, they send more and all name the difference. A refused rank takes part, so that others hear of it.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 _LOGS = ("comet", "comms_logger", "csv_monitor", "log_level", "steps_per_print", "tensorboard", "wandb")
 _TIMERS = ("dump_state", "flops_profiler", "memory_breakdown", "timers", "wall_clock_breakdown")
 OWN_KEYS = frozenset((*_LOGS, *_TIMERS))
-"""Of the configuration, each rank's own: logs, monitors and timers. All else may change numbers or collectives."""
+"""Keys that ranks may set differently: logs, monitors and timers. All others may change numbers or collectives."""
 _ROW = 16
-"""Numbers in a row, more than there are: versions of fp8_ds with others still exchange rows."""
+"""Numbers in an exchanged row. Some are spare, so that different versions of fp8_ds can exchange rows."""
 _NUM_SHOWN = 4
 
 
 class Start(NamedTuple):
-    """What a rank starts with: value by entry, both for a message.
+    """Settings that a rank starts with: text by name, both for a message.
 
-    `own` is compared only among ranks with the same `part` of the model: pipeline stages have modules of their own.
+    `own` is compared only among ranks with the same `part` of the model, because pipeline stages differ.
     """
 
     shared: dict[str, str]
@@ -47,13 +47,13 @@ class Start(NamedTuple):
 
 
 def start_of_rank(fp8: Fp8Config, config: Mapping[str, Any], model: Any, mpu: Any, *, trains: bool) -> Start:
-    """Return what this rank starts with.
+    """Return the settings that this rank starts with.
 
     Args:
         fp8: the block, defaults filled in.
-        config: all of DeepSpeed's configuration.
-        model, mpu: as `deepspeed.initialize` was given them; stock refuses a model that is none.
-        trains: there is an optimizer, so that layers may become FP8.
+        config: DeepSpeed's whole configuration.
+        model, mpu: arguments of `deepspeed.initialize`, which itself refuses a model that is none.
+        trains: whether there is an optimizer, without which no layer becomes FP8.
 
     Raises:
         ConfigError: no plan can be made for the model.
@@ -72,14 +72,14 @@ def start_of_rank(fp8: Fp8Config, config: Mapping[str, Any], model: Any, mpu: An
 
 @cache
 def _seams() -> dict[str, str]:
-    """Digest of each body in DeepSpeed that FP8 relies on."""
+    """Return a digest of each body in DeepSpeed that FP8 relies on."""
     from fp8_ds.engine.seam_check import installed_hashes
 
     return {f"code of {path}": found for path, found in installed_hashes().items()}
 
 
 def _flat(block: Any, prefix: str = "") -> dict[str, str]:
-    """Dotted key -> value as JSON. Places in the file system are left out: hosts have their own."""
+    """Return values as JSON by dotted key. Paths in the file system are left out, because hosts have their own."""
     if not isinstance(block, Mapping):
         return {prefix.rstrip("."): json.dumps(block, default=lambda value: type(value).__name__)}
     found: dict[str, str] = {}
@@ -90,7 +90,7 @@ def _flat(block: Any, prefix: str = "") -> dict[str, str]:
 
 
 def _parameters(model: nn.Module) -> dict[str, str]:
-    """Name -> full shape, dtype, class of its module, whether it trains, and the first name of what it is tied to."""
+    """Describe each parameter: full shape, dtype, class of its module, whether it trains, and what it is tied to."""
     first: dict[int, str] = {}
     found = {}
     for fqn, module in model.named_modules(remove_duplicate=False):
@@ -106,7 +106,7 @@ def _parameters(model: nn.Module) -> dict[str, str]:
 
 
 def _plan(model: nn.Module, fp8: Fp8Config, config: Mapping[str, Any]) -> dict[str, str]:
-    """Layer -> whether it becomes FP8. Not by the model alone: hooks, patches and GPUs of a rank decide, too."""
+    """Say of each layer whether it becomes FP8. Hooks, patches and GPUs of a rank decide, too, not the model alone."""
     from fp8_ds.config.ds_config import linear_in_training
     from fp8_ds.nn.convert import make_plan
     from fp8_ds.tp.autotp import autotp_linears
@@ -117,7 +117,7 @@ def _plan(model: nn.Module, fp8: Fp8Config, config: Mapping[str, Any]) -> dict[s
 
 
 def _own_device() -> torch.device:
-    """Return the one that stock chooses for this rank, by LOCAL_RANK, later."""
+    """Return the device that DeepSpeed will choose for this rank, by LOCAL_RANK."""
     from deepspeed.accelerator import get_accelerator
 
     kind, local_rank = get_accelerator().device_name(), int(os.environ.get("LOCAL_RANK", "-1"))
@@ -126,7 +126,7 @@ def _own_device() -> torch.device:
 
 
 def _part(model: Any, mpu: Any) -> str:
-    """Pipeline stage and tensor-parallel rank, where there are such."""
+    """Name the pipeline stage and the tensor-parallel rank, 0 where there are none."""
     from deepspeed.runtime.pipe.module import PipelineModule
 
     stage = model.stage_id if isinstance(model, PipelineModule) else 0
@@ -138,12 +138,12 @@ def start_alike(mine: Start | Fp8DsError, arguments: Mapping[str, Any]) -> None:
     """Check that all ranks start alike. Collective over all ranks of the job, where there are several.
 
     Args:
-        mine: of this rank, or why its own configuration is refused.
-        arguments: of `deepspeed.initialize`.
+        mine: settings of this rank, or the error that refuses its configuration.
+        arguments: arguments of `deepspeed.initialize`, by name.
 
     Raises:
         Fp8DsError: `mine`, if it is one.
-        ConfigError: another rank is refused, or ranks differ; on all ranks. Or another has FP8 off, and came first.
+        ConfigError: on all ranks, if another is refused or ranks differ; or a rank with FP8 off came first.
     """
     if is_one_of_many(arguments):
         mixed = take_side(True, arguments)
@@ -190,7 +190,7 @@ def _exchange(mine: Start | Fp8DsError) -> None:
 
 
 def _differences(entries: Mapping[int, Mapping[str, str]]) -> list[str]:
-    """Describe, in a line or none, how ranks differ from what most have; of as many, from what the lowest rank has."""
+    """Describe in one line how ranks differ from most, or in a tie from the lowest rank; no line if none does."""
     texts = {rank: json.dumps(entries[rank], sort_keys=True) for rank in entries}
     usual = Counter(texts.values()).most_common(1)[0][0]
     base = next(rank for rank in texts if texts[rank] == usual)
@@ -208,12 +208,12 @@ def _differences(entries: Mapping[int, Mapping[str, str]]) -> list[str]:
 
 
 def own_rank() -> int:
-    """Return the rank in the default group, also where a launcher has named it and the group is not there yet."""
+    """Return the rank in the default group, or the one that a launcher has set if the group does not exist yet."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def is_one_of_many(arguments: Mapping[str, Any]) -> bool:
-    """Whether there are other ranks; then the default group is there afterwards, made as stock would make it next."""
+    """Whether there are other ranks. If so, create the default group as DeepSpeed would do next, unless it exists."""
     if not dist.is_initialized():
         is_launched = all(name in os.environ for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"))
         required = arguments.get("dist_init_required")
@@ -229,10 +229,10 @@ def is_one_of_many(arguments: Mapping[str, Any]) -> bool:
 
 
 def take_side(is_on: bool, arguments: Mapping[str, Any]) -> ConfigError | None:
-    """Mark in the default group's store whether "fp8" is on here; return what to raise if a rank has marked the other.
+    """Mark in the default group's store whether "fp8" is on here; return an error if a rank has marked the other.
 
     Ranks without FP8 never join the all-gather: whichever side comes second raises, which ends the job. The n-th call
-    of one rank is held against the n-th of others. Calls with `mpu` may be of some ranks alone, and are left out.
+    of one rank is compared with the n-th of others. Calls with `mpu` are left out: only some ranks may make them.
     """
     store = distributed_c10d._get_default_store()
     if arguments.get("mpu") is not None or store is None:  # MPI has none
@@ -255,15 +255,15 @@ def take_side(is_on: bool, arguments: Mapping[str, Any]) -> ConfigError | None:
 
 
 def refuse_other_order(param_groups: Sequence[Mapping[str, Any]], names: Mapping[Any, str], group: Any) -> None:
-    """Raise a ConfigError, on all ranks, where the optimizer's parameters have another order on some. Collective.
+    """Raise a ConfigError on all ranks if the order of the optimizer's parameters differs between ranks. Collective.
 
-    Groups made from a set have another order in each process: stock code then adds up gradients of different
-    parameters, silently where their sizes are alike.
+    Groups made from a set have another order in each process: DeepSpeed then adds up gradients of different parameters,
+    silently where their sizes are alike.
 
     Args:
-        param_groups: of the optimizer that ZeRO is to take over.
-        names: of the model's parameters.
-        group: ZeRO's ranks.
+        param_groups: groups of the optimizer that ZeRO is to take over.
+        names: names of the model's parameters.
+        group: process group of ZeRO's ranks.
     """
     groups = enumerate(group["params"] for group in param_groups)
     order = [f"{names.get(p, 'none of the model')} in group {i}" for i, params in groups for p in params]

@@ -1,4 +1,4 @@
-"""What FP8 ZeRO does not support, refused when the configuration is read: on every rank, before any collective.
+"""Configurations that FP8 ZeRO does not support, refused when they are read: on every rank, before any collective.
 
 One row per combination; docs/refusals.md shows the same table (a test compares them).
 """
@@ -25,7 +25,7 @@ from fp8_ds.config.ds_config import (
 from fp8_ds.errors import ConfigError, UnsupportedError
 
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
-"""DeepSpeed's, by their blocks."""
+"""Monitors of DeepSpeed, by their blocks."""
 
 
 def _offloads(key: str) -> Callable[[Config], bool]:
@@ -45,7 +45,7 @@ def _has_fp8_states(config: Config) -> bool:
 
 
 def _has_unbounded_betas(config: Config) -> bool:
-    """Whether they are two numbers that `scaling.predicted.check_betas` refuses; what is none is torch's to refuse."""
+    """Whether betas are two numbers that `scaling.predicted.check_betas` refuses; torch refuses all that are not."""
     betas = block_of(config, "optimizer", "params").get("betas")
     if not isinstance(betas, (list, tuple)) or len(betas) != 2 or not all(isinstance(b, (int, float)) for b in betas):
         return False
@@ -53,7 +53,7 @@ def _has_unbounded_betas(config: Config) -> bool:
 
 
 def _fp8_reduction_without(key: str) -> Callable[[Config], bool]:
-    """Whether gradients are to be reduced in FP8 although `key`, which is on by default, is turned off."""
+    """Return a test for FP8 reduction of gradients although `key`, which is on by default, is turned off."""
 
     def found(config: Config) -> bool:
         value = zero_value(config, key)
@@ -73,7 +73,7 @@ class Refusal:
 
 
 def _true(key: str, reason: str, remedy: str) -> Refusal:
-    """What is refused where `key` is true."""
+    """Return the refusal of configurations in which `key` is true."""
     *blocks, name = key.split(".")
     return Refusal(f"{key}: true", lambda c: is_on(block_of(c, *blocks).get(name)), reason, remedy)
 
@@ -301,7 +301,7 @@ REFUSALS = (
 
 
 def refusals_of(config: Config) -> list[Refusal]:
-    """The rows that apply."""
+    """Return the rows that apply."""
     return [row for row in REFUSALS if row.applies(config)]
 
 
@@ -313,11 +313,11 @@ def refuse_config(config: Config) -> None:
 
 
 def refuse_unread_reports(sinks: Sequence[str], config: Config, rank: int) -> None:
-    """Refuse `fp8.monitor.sink` where the reports would not be seen, as far as this rank has a part in it.
+    """Refuse `fp8.monitor.sink` on rank 0, which writes, if nobody would see the reports.
 
     Args:
-        sinks: of fp8.monitor.sink.
-        rank: of this process; rank 0 alone writes to DeepSpeed's monitor, and to the path itself.
+        sinks: values of fp8.monitor.sink.
+        rank: rank of this process; rank 0 alone writes to DeepSpeed's monitor, and to the path itself.
 
     Raises:
         ConfigError: they go to DeepSpeed's monitor, and none is on, or to a path that cannot be written.

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeviceRefusal:
-    """What a GPU, or the CUDA that torch was built with, must have for a recipe; `reference` needs none of it.
+    """Requirement of recipes on the GPU, or on the CUDA that torch was built with; `reference` has none.
 
-    `is_able` says by compute capability and CUDA's version whether it is there.
+    `is_able` takes the compute capability and CUDA's version, and says whether they meet it.
     """
 
     what: str
@@ -52,7 +52,7 @@ DEVICE_REFUSALS = (
 
 
 def capabilities(device: torch.device) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
-    """(compute capability, version of CUDA that torch was built with), each None where there is none."""
+    """Return (compute capability, version of CUDA that torch was built with), each None where there is none."""
     import torch
 
     if device.type != "cuda" or torch.version.cuda is None:
@@ -62,12 +62,12 @@ def capabilities(device: torch.device) -> tuple[tuple[int, int] | None, tuple[in
 
 
 def refuse_device(recipe: str, backend: str, capability: tuple[int, int] | None, cuda: tuple[int, int] | None) -> None:
-    """Raise an UnsupportedError if FP8 linears of this recipe do not run there.
+    """Raise an UnsupportedError if FP8 linears of this recipe do not run on this device.
 
     Args:
-        recipe, backend: of the "linear" block.
+        recipe, backend: values of the "linear" block.
         capability: compute capability of this rank's GPU; None on CPU, where all recipes run.
-        cuda: version that torch was built with; None for a build of another vendor, which nothing is known of here.
+        cuda: version that torch was built with; None for a build of another vendor, which is not checked.
     """
     if capability is None or cuda is None or backend == "reference":
         return

@@ -1,4 +1,4 @@
-"""What FP8 ZeRO refuses for the model's sake; docs/refusals.md shows the table."""
+"""Kinds of models that FP8 ZeRO refuses; docs/refusals.md shows the table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelRefusal:
-    """What is refused for the model's sake: what it is, why, and what to do instead."""
+    """A kind of model that is refused: its name, why, and what to do instead."""
 
     what: str
     reason: str
@@ -100,7 +100,7 @@ def refuse_model(model: Any, linear: LinearConfig) -> None:
 def refuse_wrapped(model: Any, stage: int) -> None:
     """Refuse modules that `torch.compile` has wrapped: ZeRO-3 does not find their parameters.
 
-    Of a wrapper it takes the empty `_parameters`, which the wrapper then sets in the module inside it.
+    ZeRO-3 takes a wrapper's empty `_parameters`, and the wrapper then sets them in the module inside it.
     Source: deepspeed/runtime/zero/parameter_offload.py `_inject_parameters` (0.19.8), torch/_dynamo/eval_frame.py
     `OptimizedModule.__setattr__`.
     """

@@ -1,6 +1,6 @@
-"""Optimizers of an engine: the ZeRO optimizer that DeepSpeed has built gets a class with our mix-ins before its own.
+"""Retyping of the ZeRO optimizer that DeepSpeed has built, to a class with our mix-ins before its own.
 
-Which mix-ins follows from the format of the states, gradient release, and the format that gradients are reduced in.
+The mix-ins follow from the format of the states, gradient release, and the format that gradients are reduced in.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _HOLDS = (
 
 
 class _Mixins(NamedTuple):
-    """By what the configuration asks for."""
+    """Mix-ins for one class of DeepSpeed, by what the configuration asks for."""
 
     weights: type
     states: type
@@ -54,13 +54,13 @@ _MIXINS: dict[type, _Mixins] = {
 
 
 def build_zero(engine: Any, optimizer: Any, build: Callable[[Any], Any]) -> tuple[Any, type]:
-    """DeepSpeed's ZeRO optimizer over `optimizer`, by `build`, not retyped yet, and the class of DeepSpeed it is of.
+    """Build DeepSpeed's ZeRO optimizer over `optimizer`; return it, not retyped yet, and its class in DeepSpeed.
 
-    With FP8 states `optimizer` is taken over first, and `engine.basic_optimizer` is what has taken it over.
+    With FP8 states an Fp8AdamW takes `optimizer` over first, and becomes `engine.basic_optimizer`.
 
     Raises:
         ConfigError: gradients cannot be released here.
-        UnsupportedError: the class is none that can be retyped.
+        UnsupportedError: the class cannot be retyped.
     """
     settings = engine.fp8.config.optimizer
     if settings.states == "fp32":
@@ -98,10 +98,10 @@ def retype(zero: Any, host: type, context: Fp8Context, gradient_clipping: float)
     """Make `zero` an FP8 optimizer, its weights stored and gathered in FP8. Collective.
 
     Args:
-        zero: of class `host`, or of the subclass that `building` makes of it.
+        zero: an object of class `host`, or of the subclass that `building` makes of it.
         host: DeepSpeed's class.
-        context: of the engine.
-        gradient_clipping: of its configuration.
+        context: the engine's context.
+        gradient_clipping: the norm that the engine clips at, 0 for none.
     """
     config, known = context.config, _MIXINS[host]
     if config.optimizer.states == "fp32":
@@ -117,13 +117,13 @@ def retype(zero: Any, host: type, context: Fp8Context, gradient_clipping: float)
 
 
 def start_count_anew(context: Fp8Context) -> None:
-    """What `initialize` or a load gathered belongs to no step."""
+    """Reset the byte counts: what `initialize` or a load gathered belongs to no step."""
     context.counter.end_step()
     context.counter.last = None
 
 
 def check_release(engine: Any) -> None:
-    """Raise a ConfigError that names the settings that contradict updates during the backward."""
+    """Raise a ConfigError that names all settings at odds with updates during the backward, if there are any."""
     stage, steps = engine.zero_optimization_stage(), engine.gradient_accumulation_steps()
     accumulation_dtype = engine.get_data_types()[1]
     is_managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()  # since DeepSpeed 0.19.8
@@ -139,10 +139,10 @@ def check_release(engine: Any) -> None:
 
 
 def adam_to_take_over(engine: Any, model_parameters: Any) -> torch.optim.Optimizer:
-    """torch's Adam or AdamW with the options of the configuration: no kernel of DeepSpeed's is built for it.
+    """Return torch's Adam or AdamW with the options of the configuration; DeepSpeed builds no kernel for it.
 
     Raises:
-        UnsupportedError: another optimizer, or an option that FP8 states do not have.
+        UnsupportedError: another optimizer is configured, or an option that FP8 states do not have.
     """
     name = (engine.optimizer_name() or "").lower()
     if name not in ("adam", "adamw"):
@@ -162,7 +162,7 @@ def adam_to_take_over(engine: Any, model_parameters: Any) -> torch.optim.Optimiz
 
 
 def _wait_no_longer_than_the_default_group(group: Any) -> None:
-    """DeepSpeed makes ZeRO's group with torch's own time-out (gloo: 30 minutes), not with `init_distributed`'s."""
+    """Give `group` the default group's time-out. DeepSpeed makes ZeRO's group with torch's own (gloo: 30 minutes)."""
     options = getattr(dist.group.WORLD._get_backend(device_of(None)), "options", None)  # type: ignore[union-attr]
     if options is not None:
         c10d: Any = dist.distributed_c10d  # torch 2.14 renames it

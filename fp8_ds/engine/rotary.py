@@ -1,7 +1,7 @@
-"""In a compiled graph the tables of rotary embeddings are made once, not once more in every kernel that reads them.
+"""Rotary tables that a compiled graph makes once, and not once more in every kernel that reads them.
 
 Inductor takes cosines and sines for cheap pointwise work: it computes them anew, in float32, for each element of each
-layer's queries and keys, forward and backward, where a table of [length, head dim] would be read. On an H200 rotary
+layer's queries and keys, forward and backward, instead of reading a table of [length, head dim]. On an H200 rotary
 embeddings took 3.4 ms of a step of Llama 2.0 B, 123 ms, where their bytes need 0.8.
 """
 
@@ -17,9 +17,9 @@ from fp8_ds.ops._register import register
 
 
 def keep_tables(model: nn.Module) -> list[RemovableHandle]:
-    """Tables that modules of `model` make become results of an op that inductor neither fuses nor makes again.
+    """Make the rotary tables of `model` results of an op that inductor neither fuses nor computes again.
 
-    Eager and torch.export see nothing of it. A second call changes nothing.
+    Eager mode and torch.export do not change. A second call changes nothing.
 
     Returns:
         Handles of the new hooks: of modules with a buffer `inv_freq`, or one for each kind of layer
@@ -35,9 +35,9 @@ def _is_frequencies(name: str) -> bool:
 
 
 def _keep_outputs(module: nn.Module, args: Any, output: Any) -> Any:
-    """A forward hook.
+    """Keep the tables that a module returns (forward hook).
 
-    Of torch.export the flag is read, not `torch.compiler.is_exporting()`, which is True in every graph of torch 2.11.
+    It reads the flag of torch.export, because `torch.compiler.is_exporting()` is True in every graph of torch 2.11.
     """
     if not torch.compiler.is_compiling() or torch.compiler._is_exporting_flag:
         return output
@@ -47,7 +47,7 @@ def _keep_outputs(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _kept(value: Any) -> Any:
-    """Tables with a gradient are not tables; what is no tensor is handed on."""
+    """Return `value` through the op if it is a tensor without gradient; anything else as it is."""
     return _op(value) if isinstance(value, Tensor) and not value.requires_grad else value
 
 

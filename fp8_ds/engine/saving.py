@@ -1,7 +1,7 @@
-"""Saves that are whole or not there: DeepSpeed writes the files, this says when they count.
+"""Saves that are either complete or absent: DeepSpeed writes the files, and this module publishes them.
 
-Stock code writes into a folder beside, and every rank checksums its own files; the first of each host then takes the
-steps of fp8_ds/checkpoint/folders.py. A failure on any rank is an error on all, and the checkpoint before is as it was.
+DeepSpeed writes into a folder beside, and every rank checksums its own files; the first rank of each host then takes
+the steps of fp8_ds/checkpoint/folders.py. A failure on any rank is an error on all, and earlier checkpoints are kept.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from fp8_ds.engine.log import say
 from fp8_ds.errors import CheckpointError
 
 SLICE_SECONDS = 2.0
-"""Between two exchanges of ranks that wait for each other; far below any time-out of a process group."""
+"""Time between two exchanges of ranks that wait for each other; far below any time-out of a process group."""
 SAY_SECONDS = 60.0
-"""Between two lines that name the ranks which the others wait for."""
+"""Time between two lines that name the ranks which the others wait for."""
 _NUM_SHOWN = 3
 
 
 def tell_all(mine: Any) -> list[Any]:
-    """By rank, what each passed. Collective over all ranks."""
+    """Return the values of all ranks, by rank. Collective over all ranks."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone
@@ -43,7 +43,7 @@ def all_do(what: str, work: Callable[[], Any]) -> tuple[list[Any], list[str]]:
     and a GPU, runs in a thread, and all ranks meet in one short exchange after another until everyone is done.
 
     Returns:
-        By rank, what `work` returned, None where it raised; and texts of what it raised, each once.
+        (results of `work` by rank, None where it raised; texts of its errors, each once).
     """
     outcome: list[tuple[Any, str]] = []
 
@@ -86,7 +86,7 @@ def layout(engine: Any) -> dict[str, int]:
 
 
 class Recorder:
-    """DeepSpeed's checkpoint engine `stock`, recording what it writes; errors wait until all ranks can hear."""
+    """Wrapper of DeepSpeed's checkpoint engine that records its files, and keeps an error until all ranks can hear."""
 
     def __init__(self, stock: Any) -> None:
         self.stock = stock
@@ -104,7 +104,7 @@ class Recorder:
         self.attempt(self.stock.makedirs, path, exist_ok=exist_ok)
 
     def attempt(self, action: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Call `action`, unless an earlier one has failed; of what it raises only the text is kept, no open file."""
+        """Call `action`, unless an earlier one has failed. Keep only the text of an error, and thus no open file."""
         if not self.error:
             try:
                 action(*args, **kwargs)
@@ -124,18 +124,18 @@ def save_whole(engine: Any, save_dir: Any, tag: str, is_latest: bool, write: Cal
     """Save the checkpoint `tag` into `save_dir`, complete and checksummed. Collective.
 
     Args:
-        engine: its `checkpoint_engine` writes.
+        engine: the engine, whose `checkpoint_engine` writes.
         save_dir: one folder for all ranks; with `use_node_local_storage` one on each host.
         tag: the same on all ranks.
-        is_latest: the file `latest` names it afterwards.
-        write: stock save, given the tag to write under.
+        is_latest: whether the file `latest` names it afterwards.
+        write: DeepSpeed's own save, called with the tag to write under.
     """
     folder, host, rank = Path(save_dir), host_of(engine), dist.get_rank()
     recorder, save_id = Recorder(engine.checkpoint_engine), str(tell_all(uuid4().hex[:8])[0])
     save = folders.Save(folder, tag, save_id, is_latest=is_latest)
 
     def on_all(work: Callable[[], Any]) -> list[Any]:
-        """Do `work` on all ranks; where one fails all raise, and nothing is left of the save."""
+        """Do `work` on all ranks. If one fails, remove the save and raise on all."""
         found, failed = all_do("save_checkpoint", work)
         if failed:
             undone = all_do("save_checkpoint", lambda: save.undo() if rank == host else None)[1]

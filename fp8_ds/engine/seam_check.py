@@ -1,6 +1,6 @@
-"""The installed DeepSpeed against the rows of seams.py: what is missing is refused, a body that is new is reported.
+"""Comparison of the installed DeepSpeed with the rows of seams.py.
 
-A missing symbol or parameter raises (SeamError); a body that is none of the tested ones is named in one warning.
+A missing symbol or parameter raises a SeamError; bodies that no tested version has are named in one warning.
 `python -m fp8_ds.engine.seam_check --update` merges the hashes of the installed version into seam_hashes.json. Do that
 once the suite passes there, and add the version to seams.TESTED_VERSIONS (docs/versions.md).
 """
@@ -27,7 +27,7 @@ _HASHES = Path(__file__).with_name("seam_hashes.json")
 
 
 def find(seam: Seam) -> Any:
-    """The symbol of a row in the installed DeepSpeed, as stock has it; a SeamError if it lacks that or a parameter."""
+    """Return DeepSpeed's own symbol of a row. Raise a SeamError if the symbol or a parameter is missing."""
     try:
         found: Any = importlib.import_module(seam.module)
         for part in seam.name.split("."):
@@ -50,7 +50,7 @@ def _missing(seam: Seam, detail: str) -> str:
 
 
 def _bare(symbol: Any) -> Any:
-    """The function under decorators. DeepSpeed's NVTX decorator keeps it in a closure only."""
+    """Return the function under decorators. DeepSpeed's NVTX decorator keeps it in a closure only."""
     symbol = inspect.unwrap(symbol)
     while getattr(symbol, "__closure__", None) and tuple(inspect.signature(symbol).parameters) == ("args", "kwargs"):
         inner = [cell.cell_contents for cell in symbol.__closure__ if inspect.isfunction(cell.cell_contents)]
@@ -61,9 +61,9 @@ def _bare(symbol: Any) -> Any:
 
 
 def body_hash(symbol: Any) -> str:
-    """First 16 hex digits of SHA-256 over the function's source without docstring, comments and white space.
+    """Return 16 hex digits of SHA-256 over the source of a function without docstring, comments and white space.
 
-    Text and not a syntax tree, whose dump differs between Python versions.
+    Text is hashed, because the dump of a syntax tree differs between Python versions.
     """
     source = textwrap.dedent(inspect.getsource(_bare(symbol)))
     lines = source.splitlines()
@@ -79,13 +79,13 @@ def body_hash(symbol: Any) -> str:
 
 
 def installed_hashes() -> dict[str, str]:
-    """Path -> body hash of every function among the rows, in the installed DeepSpeed."""
+    """Return the body hash of every function among the rows, by its path in the installed DeepSpeed."""
     found = {seam.path: find(seam) for seam in rows()}
     return {path: body_hash(symbol) for path, symbol in found.items() if not inspect.isclass(symbol)}
 
 
 def check_seams() -> None:
-    """Raise a SeamError where a symbol or parameter is missing; name bodies we have not tested in one warning."""
+    """Raise a SeamError if a symbol or parameter is missing, and name untested bodies in one warning."""
     known = json.loads(_HASHES.read_text()).values()
     unknown = [path for path, digest in installed_hashes().items() if all(table.get(path) != digest for table in known)]
     if unknown:
@@ -97,7 +97,7 @@ def check_seams() -> None:
 
 
 def update_hashes(path: Path = _HASHES) -> None:
-    """The file at `path` holds the installed version's hashes, beside those of the other versions."""
+    """Write the hashes of the installed version into the file at `path`, beside those of other versions."""
     known = json.loads(path.read_text()) if path.exists() else {}
     known[installed_version()] = installed_hashes()
     path.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")

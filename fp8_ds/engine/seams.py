@@ -1,7 +1,7 @@
 """Every symbol of DeepSpeed that we override or patch, and every private one that we rely on: why, and its signature.
 
-Public functions that we only call have no row. All rows are checked before the first FP8 engine is built
-(seam_check.py, which has the bodies of the tested versions, too).
+Public functions that we only call have no row. seam_check.py checks all rows, and compares function bodies with those
+of the tested versions, before the first FP8 engine is built.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ TESTED_VERSIONS = ("0.18.9", "0.19.0", "0.19.8")
 
 @dataclass(frozen=True)
 class Seam:
-    """One symbol.
+    """One symbol of DeepSpeed that fp8_ds overrides, patches or relies on.
 
     Attributes:
-        module, name: where it is, `name` dotted within the module.
-        parameters: names it must accept, in this order from the start ("self" included).
-        kind: "wrap" or "swap" (module attribute replaced), "override" (mix-in method before the stock one),
+        module, name: where the symbol is; `name` is dotted within the module.
+        parameters: names that it must accept, in this order from the start ("self" included).
+        kind: "wrap" or "swap" (module attribute replaced), "override" (mix-in method before DeepSpeed's own),
             "closure" (per-parameter attribute replaced), "rely" (called or mirrored, not replaced).
-        why: what we do there.
-        since: the first version that has it; older ones have nothing that needs it.
+        why: what fp8_ds does there.
+        since: first version that has the symbol; older ones do not need the row.
     """
 
     module: str
@@ -276,10 +276,10 @@ SEAMS = (
 
 
 def rows() -> list[Seam]:
-    """The rows that the installed DeepSpeed must have."""
+    """Return the rows that the installed DeepSpeed must have."""
     return [seam for seam in SEAMS if not seam.since or Version(installed_version()) >= Version(seam.since)]
 
 
 def installed_version() -> str:
-    """Of DeepSpeed."""
+    """Return the version of DeepSpeed."""
     return version("deepspeed")

@@ -1,4 +1,4 @@
-"""What a start needs beside its model: `deepspeed.initialize` asks before any collective, `fp8-ds doctor`."""
+"""Checks of a start that need no model, for `fp8-ds doctor`, and for `deepspeed.initialize` before any collective."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def refuse_settings(fp8: Fp8Config, config: Config) -> None:
-    """Refuse a block that does not go with the rest of the configuration, wherever the run is.
+    """Refuse a block that contradicts the rest of the configuration, on any machine.
 
     Raises:
         ConfigError: a key has nothing to take effect on.
@@ -29,7 +29,7 @@ def refuse_settings(fp8: Fp8Config, config: Config) -> None:
 
 
 def refuse_release(fp8: Fp8Config, config: Config) -> None:
-    """Refuse what `config` itself says against updates during the backward; `retyping.check_release` finds the rest."""
+    """Refuse settings in `config` that rule out updates in the backward; `retyping.check_release` finds the rest."""
     if not fp8.optimizer.release or not fp8.optimizer.releases(gradient_clipping(config)):
         return
     steps = config.get("gradient_accumulation_steps")
@@ -46,7 +46,7 @@ def refuse_release(fp8: Fp8Config, config: Config) -> None:
 
 
 def no_release(found: Sequence[str]) -> ConfigError:
-    """Return the error that says what contradicts updates during the backward."""
+    """Return the error that names what rules out updates during the backward."""
     return ConfigError(
         f"fp8.optimizer.release: expected false with {' and '.join(found)}, got true. Gradients are freed as "
         'soon as they are reduced, one backward per step: remove it, or set "release": false; with '
@@ -55,11 +55,11 @@ def no_release(found: Sequence[str]) -> ConfigError:
 
 
 def refuse_start(fp8: Fp8Config, config: Config, device: torch.device, rank: int) -> None:
-    """Refuse a configuration that a run on `device` cannot start with, as far as no model is needed to say so.
+    """Refuse a configuration that no run on `device` can start with, whatever its model.
 
     Raises:
         ConfigError: a key has nothing to take effect on.
-        UnsupportedError: FP8 ZeRO does not support the configuration, or what it names cannot be had here.
+        UnsupportedError: FP8 ZeRO does not support the configuration, or this machine lacks what it names.
     """
     refuse_settings(fp8, config)
     if fp8.monitor.every:
@@ -71,6 +71,6 @@ def refuse_start(fp8: Fp8Config, config: Config, device: torch.device, rank: int
 
 
 def total_steps(config: Config) -> object:
-    """What the configuration says of the length of the run to DeepSpeed's learning-rate scheduler; None: nothing."""
+    """Return the number of steps that DeepSpeed's learning-rate scheduler is configured with; None if there is none."""
     found: object = block_of(config, "scheduler", "params").get("total_num_steps")
     return found

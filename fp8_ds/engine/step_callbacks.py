@@ -1,4 +1,4 @@
-"""What follows each optimizer step of an engine: the precision schedule, the monitor, and the guard that it tells."""
+"""Callbacks after each optimizer step of an engine: precision schedule, monitor, and the guard behind it."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from fp8_ds.scaling.delayed import AmaxHistory
 from fp8_ds.scaling.scale_check import ScaleCheck
 
 _NUM_SKIPPED = 3
-"""Steps skipped one after another that are told; now and then one is skipped in a healthy run."""
+"""Steps skipped in a row that are worth a line; now and then one is skipped in a healthy run."""
 
 
 class StepCallbacks:
-    """Of one engine, which calls it after each step.
+    """Callbacks of one engine, which runs them after each step.
 
     Args:
         engine: built, with its ZeRO optimizer and layers in FP8.
 
     Attributes:
         precision: which layers compute in bf16.
-        health: monitor and guard; None without.
-        has_graph: a forward has kept what its backward will read, and no step has followed: layers cannot change.
+        health: monitor and guard; None if neither is on.
+        has_graph: whether a forward has kept tensors for its backward and no step has followed: layers cannot change.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -53,10 +53,10 @@ class StepCallbacks:
             self.health.monitor.start(engine.global_steps)
 
     def before_forward(self, is_training: bool) -> None:
-        """With delayed scales: what an evaluation that is not under `no_grad` records is kept apart from the step's.
+        """Keep amaxes of an evaluation that is not under `no_grad` apart from those of the step, with delayed scales.
 
-        A forward in training mode shows that it was one. Without such in the step it counts: a model may train in
-        evaluation mode, as one from `from_pretrained` does until `train()` is called.
+        A later forward in training mode shows that it was an evaluation. If the step has none, the amaxes count: a
+        model may train in evaluation mode, as one from `from_pretrained` does until `train()` is called.
         """
         if is_training:
             self._forget_evaluations()
@@ -65,7 +65,7 @@ class StepCallbacks:
             self._amaxes_before_evaluation = history.amax_local[INPUT_SLOTS].clone()
 
     def before_step(self) -> None:
-        """The optimizer will step next."""
+        """Prepare for the optimizer's step."""
         if self.has_graph:
             self._forget_evaluations()
 
@@ -75,15 +75,15 @@ class StepCallbacks:
             self._amaxes_before_evaluation = None
 
     def leave_out_evaluations(self, history: dict[str, Any] | None) -> None:
-        """`history`, of a checkpoint, is as it would be without evaluations since the last step."""
+        """Remove from a checkpoint's `history` what evaluations since the last step have recorded."""
         if history is not None and self._amaxes_before_evaluation is not None:
             history["amax_local"][INPUT_SLOTS] = self._amaxes_before_evaluation
 
     def after_step(self) -> None:
-        """The optimizer has stepped: what is on follows, in a fixed order, on all ranks alike. Collective."""
+        """Run the callbacks that are on, in a fixed order, on all ranks alike. Collective."""
         self.has_graph = False
         self._amaxes_before_evaluation = None
-        self._first_micro_step = self._engine.micro_steps + 1  # stock counts the one that ends after this
+        self._first_micro_step = self._engine.micro_steps + 1  # DeepSpeed counts the one that ends after this
         self._tell_of_skipped()
         self._is_running = True
         self.precision.ended_in_bf16 = self.precision.in_bf16
@@ -96,7 +96,7 @@ class StepCallbacks:
             self._is_running = False
 
     def _tell_of_skipped(self) -> None:
-        """A line where step after step is skipped, once until one is not. The host knows of them, maybe a step late."""
+        """Log one line for each run of skipped steps. The host may know of them a step late."""
         self._num_skipped = 0 if self._engine.was_step_applied() else self._num_skipped + 1
         if self._num_skipped == _NUM_SKIPPED:
             say(
@@ -128,15 +128,15 @@ class StepCallbacks:
             self.health.monitor.start(self._engine.global_steps)
 
     def wrong_state(self, state: Any) -> str:
-        """Why `resume` cannot go on from `state`; empty if it can. Nothing is changed."""
+        """Say why `resume` cannot go on from `state`; empty if it can. Nothing is changed."""
         return "" if self.health is None or state is None else self.health.wrong_state(state)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Of monitor and guard, builtin types; None without."""
+        """Return the state of monitor and guard in builtin types; None if neither is on."""
         return None if self.health is None else self.health.state_dict()
 
     def close(self) -> None:
-        """The last report is written."""
+        """Write the last report."""
         if self.health is not None:
             self.health.monitor.flush()
 
@@ -144,15 +144,14 @@ class StepCallbacks:
         self.precision.update(self._engine.global_steps)
 
     def _send_to_bf16(self, names: Sequence[str]) -> None:
-        """The guard's word, the same on all ranks: layers are in bf16 from the next step on. Collective."""
+        """Send layers to bf16 from the next step on, as the guard decides alike on all ranks. Collective."""
         self.set_layer_precision(names, "bf16")
         step = self._engine.global_steps
         assert self.health is not None
         self.health.monitor.changes.extend(Change(step, name) for name in names)
 
     def _between(self) -> str:
-        """Where this rank is, if it is between a forward and the step that follows, after any number of micro-batches;
-        else empty."""
+        """Say where this rank is between a forward and the step that follows; empty if it is not between them."""
         if self._is_running:
             return ""
         if (done := self._engine.micro_steps - self._first_micro_step) > 0:
@@ -161,7 +160,7 @@ class StepCallbacks:
 
 
 def _check_scales(engine: Any) -> None:
-    """One rank of each ZeRO group, which shares its delayed scales, names those that do not fit, if there are any."""
+    """Let one rank of each ZeRO group, which shares its delayed scales, name those that do not fit."""
     history: AmaxHistory | None = engine.fp8.history
     if history is not None and dist.get_rank(engine.optimizer.dp_process_group) == 0:
         rank = engine.global_rank

@@ -1,5 +1,4 @@
-"""Models that tensor parallelism has cut: what their checkpoints say of it, and what of DeepSpeed would take a rank's
-part for the whole."""
+"""TP-sharded models: their checkpoints, and refusals where DeepSpeed would take a rank's part for the whole."""
 
 from __future__ import annotations
 
@@ -29,15 +28,15 @@ from fp8_ds.tp.linears import contexts_of
 
 
 def is_cut(module: Module) -> bool:
-    """Whether `fp8_ds.tp.parallelize` has cut it."""
+    """Whether `fp8_ds.tp.parallelize` has sharded the model."""
     return bool(contexts_of(module))
 
 
 def universal_info(module: Module) -> Mapping[str, Any]:
-    """What ds_to_universal.py joins the parts of a cut model by, as an entry of the model file; empty for a whole one.
+    """Return the entry of the model file by which ds_to_universal.py joins shards; empty for a whole model.
 
-    By pattern: parameters that are whole on every rank, and those that are cut along their input (dim 1); all others
-    are cut along dim 0. Source: deepspeed/checkpoint/ds_to_universal.py, merge_tp_slices (0.19.8).
+    It has patterns of parameters that are whole on every rank, and of those that are sharded along their input (dim 1);
+    all others are sharded along dim 0. Source: deepspeed/checkpoint/ds_to_universal.py, merge_tp_slices (0.19.8).
     """
     if not is_cut(module):
         return {}
@@ -53,9 +52,9 @@ def universal_info(module: Module) -> Mapping[str, Any]:
 
 
 def lacks_info(module: Module, model_file: Path) -> bool:
-    """Whether `module` is cut, and the universal checkpoint with this model file, of a whole model, does not say how.
+    """Whether `module` is TP-sharded, and the universal checkpoint with this model file does not say how.
 
-    Stock code would cut all weights along dim 0, without an error where they are cut along their input. Raises a
+    DeepSpeed would split all weights along dim 0, without an error where they are sharded along their input. Raises a
     CheckpointError if the file holds more than data.
     """
     is_whole = all(tp.size == 1 for tp in contexts_of(module))
@@ -63,12 +62,11 @@ def lacks_info(module: Module, model_file: Path) -> bool:
 
 
 def refuse_mpu(model: Module, mpu: Any) -> None:
-    """Refuse groups by which ZeRO would average different parts of a cut model's weight, or leave out ranks that have
-    the same.
+    """Refuse groups over which ZeRO would average different shards of a weight, or leave out ranks with the same one.
 
     Args:
-        model: any; of a PipelineModule its own `mpu` counts.
-        mpu: what deepspeed.initialize is given.
+        model: any model; for a PipelineModule its own `mpu` counts.
+        mpu: the `mpu` that deepspeed.initialize is given.
     """
     if not (contexts := contexts_of(model)):
         return
@@ -95,9 +93,8 @@ def refuse_mpu(model: Module, mpu: Any) -> None:
 
 
 def refuse_added_parameters(model: Module) -> None:
-    """Refuse Parameters in blocks of a cut model that `parallelize` has not seen, such as an adapter's: each rank would
-    have its own part of the gradient, and give its own output.
-    """
+    """Refuse Parameters in blocks of a TP-sharded model that `parallelize` has not seen, such as an adapter's: gradient
+    and output would differ between ranks."""
     if added := added_parameters(model):
         raise ConfigError(
             f"model: expected in its blocks the Parameters that fp8_ds.tp.parallelize has cut or kept, got {added[0]} "
@@ -106,18 +103,18 @@ def refuse_added_parameters(model: Module) -> None:
 
 
 def _shares_sequences(mpu: Any) -> bool:
-    """Whether it is Ulysses', of groups of ranks that share sequences and hold whole weights. DeepSpeed asks so too."""
+    """Whether `mpu` is Ulysses', whose ranks share sequences and hold whole weights. DeepSpeed has the same test."""
     return hasattr(mpu, "initialize_sequence_parallel")
 
 
 def refuse_autotp_size(config: Config, mpu: Any) -> None:
-    """Refuse, on every rank, an AutoTP size that does not divide the number of ranks, or meets Ulysses' `mpu`.
+    """Refuse on every rank an AutoTP size that does not divide the number of ranks, or that meets Ulysses' `mpu`.
 
-    DeepSpeed makes as many groups as fit: ranks that are left over stop with an IndexError, for which the others wait.
+    DeepSpeed makes as many groups as fit. Ranks that are left over stop with an IndexError, and the others wait.
 
     Args:
-        config: DeepSpeed's, the same on all ranks.
-        mpu: what deepspeed.initialize is given; its groups are taken as they are.
+        config: DeepSpeed's configuration, the same on all ranks.
+        mpu: the `mpu` that deepspeed.initialize is given, whose groups are not checked here.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     for name, size in _autotp_sizes(config).items():
@@ -134,7 +131,7 @@ def refuse_autotp_size(config: Config, mpu: Any) -> None:
 
 
 def _autotp_sizes(config: Config) -> dict[str, int]:
-    """How many ranks AutoTP is to cut a model over, by what says so; empty: it is off."""
+    """Return the sizes that AutoTP is set to, by the setting that says so; empty if it is off."""
     size = number(block_of(config, "tensor_parallel").get("autotp_size"), 0)
     sizes = {"tensor_parallel.autotp_size": size} if size > 0 else {}
     if (recorded := init_utils._TP_MODEL_INIT_ARGS) is not None:
@@ -143,7 +140,7 @@ def _autotp_sizes(config: Config) -> dict[str, int]:
 
 
 def refuse_second_cut(model: Module, config: Config) -> None:
-    """Refuse AutoTP for a model that is cut: it would take what is left of it for the whole."""
+    """Refuse AutoTP for a TP-sharded model, because it would take a rank's shards for the whole."""
     for name, size in _autotp_sizes(config).items():
         if size > 1 and is_cut(model):
             raise ConfigError(
@@ -153,7 +150,7 @@ def refuse_second_cut(model: Module, config: Config) -> None:
 
 
 def refuse_one_ranks_part(module: Module, autotp_size: int, what: str) -> None:
-    """Refuse `what`, stock code that takes a rank's own parameters for whole ones, where they are not."""
+    """Refuse `what`, a function of DeepSpeed that takes a rank's own parameters for whole ones, where they are not."""
     if is_cut(module):
         raise UnsupportedError(
             f"{what}: expected a whole model, got one that fp8_ds.tp.parallelize has cut; it would hold one rank's "
