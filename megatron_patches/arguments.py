@@ -1,7 +1,7 @@
-"""Our flags in Megatron's parser, and what becomes of the parsed arguments before Megatron validates them.
+"""Our flags in Megatron's parser, and changes to the parsed arguments before Megatron validates them.
 
-Where linears are computed by fp8_ds, --fp8-format and --fp8-recipe go on as `args.fp8_linear_format` and
-`args.fp8_linear_recipe`, and Megatron reads that neither was given: what it does by them needs Transformer Engine. Only
+Where linears are computed by fp8_ds, --fp8-format and --fp8-recipe become `args.fp8_linear_format` and
+`args.fp8_linear_recipe`, and Megatron reads that neither was given: with them it would need Transformer Engine. Only
 plain values are put into the arguments: Megatron writes them into checkpoints.
 """
 
@@ -30,7 +30,7 @@ _OF_ENGINES_FP8 = {
     "moe_router_padding_for_fp8": "GEMMs of fp8_ds pad by themselves",
     "moe_router_padding_for_quantization": "GEMMs of fp8_ds pad by themselves",
 }
-"""Arguments that ask for FP8 of Transformer Engine's, and why linears of fp8_ds do without."""
+"""Arguments that ask for Transformer Engine's FP8, and why linears of fp8_ds do without them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _mend_help(parser: argparse.ArgumentParser) -> None:
-    """Lone percent signs in Megatron's help texts, which stop --help in core_v0.19.0 and later, are doubled."""
+    """Double lone percent signs in Megatron's help texts, which stop --help in core_v0.19.0 and later."""
     for action in parser._actions:
         if action.help:
             action.help = re.sub(r"%%|%(?!\()", "%%", action.help)
@@ -109,10 +109,10 @@ def _needs_spec(args: argparse.Namespace) -> bool:
 
 
 def check_spec(args: argparse.Namespace) -> None:
-    """Final arguments, from which the model is built next, still have our spec where it is needed.
+    """Check that final arguments, from which the model is built next, still have our spec where it is needed.
 
     Raises:
-        ConfigError: --use-checkpoint-args has put another in its place, or the model is built without one.
+        ConfigError: --use-checkpoint-args has put another spec in its place, or the model is built without one.
     """
     if not _needs_spec(args):
         return
@@ -142,7 +142,7 @@ def wrap_setup_model(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def settings_from(args: argparse.Namespace) -> Fp8Settings | None:
-    """Of digested arguments; None: linears are Megatron's, or the arguments are of the stock script.
+    """Return the settings in digested arguments; None if linears are Megatron's, or the script is the stock one.
 
     Raises:
         ConfigError, UnsupportedError: see `recipes.settings`.
@@ -163,7 +163,7 @@ def _talk(args: argparse.Namespace) -> dict[str, str | None]:
 
 
 def _take_over(args: argparse.Namespace) -> None:
-    """Linears are those of fp8_ds."""
+    """Hand the linears over to fp8_ds, and refuse flags that do not go with it."""
     if not (args.sequence_parallel and args.tensor_model_parallel_size > 1):
         for flag, value in _talk(args).items():
             if value is not None:
@@ -183,7 +183,7 @@ def _take_over(args: argparse.Namespace) -> None:
 
 
 def _attention_backend(value: str) -> str:
-    """For argparse, whose own error does not say what to take instead."""
+    """Check the value for argparse, whose own error does not say what to take instead."""
     if value not in BACKENDS:
         raise argparse.ArgumentTypeError(f"expected one of {', '.join(BACKENDS)}, got {value}. {OTHER_ATTENTION}.")
     return value
@@ -194,7 +194,7 @@ def check_masks(args: argparse.Namespace, backend: str | None) -> None:
 
     Args:
         args: parsed, of the wrapper or of the stock script.
-        backend: of attention; None: Megatron's own.
+        backend: that of attention; None: Megatron's own.
     """
     if backend is not None and getattr(args, "reset_attention_mask", False):
         raise UnsupportedError(
@@ -258,7 +258,7 @@ def _check_health(args: argparse.Namespace) -> None:
 
 
 def _check_stock_fp8(args: argparse.Namespace) -> None:
-    """FP8 that only Transformer Engine computes is there, and nothing is asked of linears of fp8_ds."""
+    """Check that Transformer Engine is there if FP8 needs it, and that no flag asks for linears of fp8_ds."""
     if args.fp8_recipe in OURS:
         raise ConfigError(
             f"--fp8-recipe: expected --fp8-format {' or '.join(GRAD_DTYPES)} and --transformer-impl local with "

@@ -1,7 +1,7 @@
 """fp8_ds/attention in the `core_attention` slot of Megatron's attention.
 
-The class is a subclass of what the stock spec has there (Transformer Engine's, or Megatron's own), so that its
-parameters, its state dict and whatever asks for its type are stock; `forward` takes the tensors elsewhere.
+The class is a subclass of the stock one in that slot (Transformer Engine's, or Megatron's own), so that its parameters,
+its state dict and its type are the stock ones; `forward` computes elsewhere.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _STOCK = "stock"
 
 @dataclass(frozen=True)
 class AttentionSettings:
-    """--fp8-attention-backend and --fp8-attention-hadamard; a backend that is none is refused."""
+    """Values of --fp8-attention-backend and --fp8-attention-hadamard; an unknown backend is refused."""
 
     backend: Backend
     hadamard: bool = False
@@ -49,8 +49,8 @@ class MegatronFp8Attention:
     """Mix-in before a class that fits the `core_attention` slot.
 
     Attributes:
-        fp8_attention: of this layer; None: the stock class computes it.
-        stock_reason: why it does.
+        fp8_attention: settings of this layer; None: the stock class computes it.
+        stock_reason: why the stock class computes it.
     """
 
     fp8_attention: AttentionSettings | None
@@ -82,7 +82,7 @@ class MegatronFp8Attention:
             require_backend(self.fp8_attention.backend, current_device())
 
     def finish_init(self, quant_config: Any) -> None:
-        """Megatron's hook of --te-precision-config-file: a payload may name this layer's backend, or "stock"."""
+        """Apply --te-precision-config-file (Megatron's hook): a payload may name this layer's backend, or "stock"."""
         stock: Any = super()
         if hasattr(stock, "finish_init"):
             stock.finish_init(quant_config)
@@ -106,10 +106,10 @@ class MegatronFp8Attention:
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> Tensor:
-        """[s, b, heads x dim] of query [s, b, heads, dim], key and value with fewer heads; packed: [t, ...].
+        """Return [s, b, heads x dim] of query [s, b, heads, dim], key and value with fewer heads; packed: [t, ...].
 
-        In evaluation the stock class computes it, but for packed sequences where that is Megatron's own, which refuses
-        them.
+        In evaluation the stock class computes it, except for packed sequences where that is Megatron's own, which
+        refuses them.
         """
         settings, mask = self.fp8_attention, attn_mask_type or self._fp8_mask
         refuses_packed = packed_seq_params is not None and isinstance(self, DotProductAttention)
@@ -153,7 +153,7 @@ class MegatronFp8Attention:
         return out.transpose(0, 1).reshape(*query.shape[:2], -1)
 
     def _check_mask(self, attention_mask: Tensor, num_q: int, num_k: int) -> None:
-        """The first mask of this layer, for reading one waits for the device, is causal's; later ones are taken to be.
+        """Check that the first mask of this layer is causal; later ones are not read, for each waits for the device.
 
         Raises:
             UnsupportedError: it masks other keys.
@@ -180,12 +180,12 @@ def current_device() -> torch.device:
 
 
 def left_to_stock(config: Any, attention_type: str = "self", kwargs: Mapping[str, Any] = MappingProxyType({})) -> str:
-    """Why the stock class has to compute it; empty: it does not.
+    """Return why the stock class has to compute attention; empty if it does not have to.
 
     Args:
         config: a TransformerConfig.
         attention_type: "self" or "cross".
-        kwargs: what else Megatron makes the attention with.
+        kwargs: other arguments that Megatron makes the attention with.
     """
     given = kwargs.get("attention_dropout")
     dropout = config.attention_dropout if given is None else given
@@ -225,5 +225,5 @@ def _packing(params: Any) -> Packing:
 
 @functools.cache
 def attention_class(stock: type) -> type:
-    """`stock` with our attention before it."""
+    """Return a subclass of `stock` with our attention before it."""
     return type(f"Fp8{stock.__name__}", (MegatronFp8Attention, stock), {"__module__": __name__})

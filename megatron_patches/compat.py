@@ -1,4 +1,4 @@
-"""Which Megatron is installed, or lies in a clone; whether it has Transformer Engine."""
+"""Version of the installed Megatron, or of a clone, and whether it has Transformer Engine."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from packaging.version import Version
 from fp8_ds.errors import SeamError
 
 TESTED_VERSIONS = ("0.16.1", "0.19.1", "0.20.0")
-"""What megatron.core calls itself in tags core_v0.16.1 and core_v0.19.0 (which says 0.19.1), and in main at d98e8a64.
-docs/megatron.md says what was run with each."""
+"""Versions by which megatron.core calls itself in tags core_v0.16.1 and core_v0.19.0 (which says 0.19.1), and in main
+at d98e8a64. docs/megatron.md says what was run with each."""
 OLDEST = Version("0.16.0")
 _NEEDS_PYTHON_312 = Version("0.17")
 
@@ -32,7 +32,7 @@ class TransformerEngine(NamedTuple):
 
 
 def version() -> Version:
-    """Of the megatron.core that `import` finds.
+    """Return the version of the megatron.core that `import` finds.
 
     Raises:
         SeamError: there is none, or it is older than OLDEST.
@@ -48,7 +48,7 @@ def version() -> Version:
 
 
 def version_of_clone(path: Path) -> Version:
-    """Of a clone of Megatron-LM with this root, without importing it.
+    """Return the version of a clone of Megatron-LM with this root, without importing it.
 
     Raises:
         SeamError: it is no clone, or older than OLDEST.
@@ -64,7 +64,7 @@ def version_of_clone(path: Path) -> Version:
 
 
 def use_clone(path: Path) -> None:
-    """Afterwards `import megatron` finds the clone, whose version is one that can run here.
+    """Make `import megatron` find the clone, if its version can run here.
 
     Raises:
         SeamError: it cannot; or Megatron has been imported from elsewhere.
@@ -111,7 +111,7 @@ def require_private(tensors: Iterable[Any], names: Iterable[str], remedy: str) -
 
 
 def transformer_engine() -> TransformerEngine:
-    """What Megatron's own FP8 code goes by, `megatron.core.fp8_utils.HAVE_TE`."""
+    """Return whether Megatron has Transformer Engine, by its own `megatron.core.fp8_utils.HAVE_TE`."""
     fp8_utils = importlib.import_module("megatron.core.fp8_utils")
     if fp8_utils.HAVE_TE:
         try:

@@ -46,7 +46,7 @@ def _constant(value: Any) -> Callable[..., Any]:
 
 
 def _attributes_of_cuda() -> dict[str, Any]:
-    """What torch.cuda has inside the block."""
+    """Return the attributes that torch.cuda has inside the block."""
     answers: dict[str, Any] = {
         "is_available": False,  # it asks device_count once DeepSpeed is imported; data loaders would pin memory
         "current_device": _CPU,
@@ -110,8 +110,8 @@ def copy_helper(datasets: Path) -> bool:
 
 
 def _provide_helper() -> None:
-    """What _compile_dependencies does, without its kernels for GPUs; without a compiler where megatron-core is
-    installed. On all ranks."""
+    """Provide the dataset helper as _compile_dependencies does, without its kernels for GPUs, and without a compiler
+    where megatron-core is installed. On all ranks."""
     if torch.distributed.get_rank() == 0:
         from megatron.core.datasets import utils
 

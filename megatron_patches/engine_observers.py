@@ -1,4 +1,4 @@
-"""Transformer Engine's FP8 linears, looked at while an iteration is sampled.
+"""Statistics of Transformer Engine's FP8 linears, while an iteration is sampled.
 
 Hooks take input, weight and output gradient before the cast, quantise them once more as the recipe does, and count:
 
@@ -33,7 +33,7 @@ RECIPES = ("tensorwise", "delayed", "blockwise")
 
 
 def is_engine_linear(name: str, module: Any) -> bool:
-    """Whether it is a linear of Transformer Engine's, or of megatron/core/extensions/transformer_engine.py."""
+    """Whether the module is a linear of Transformer Engine's, or of Megatron's extensions/transformer_engine.py."""
     return name.rsplit(".", 1)[-1].startswith("linear_") and "transformer_engine" in type(module).__module__
 
 
@@ -42,7 +42,7 @@ class EngineObservers:
 
     Args:
         linears: name -> a module of `is_engine_linear` with one weight.
-        table: with a row for each of these names, in their order.
+        table: has a row for each of these names, in their order.
         recipe: one of RECIPES.
         fp8_format: --fp8-format: "hybrid" or "e4m3".
     """
@@ -84,7 +84,7 @@ class EngineObservers:
         self._count(grad, self._grad_format, counts, (1, BLOCK), self._scale(module, "scaling_bwd", 0))
 
     def _scale(self, module: Any, which: str, place: int) -> Tensor | None:
-        """The module's delayed scale; None: there is none (yet)."""
+        """Return the module's delayed scale; None if there is none (yet)."""
         state = getattr(module, "fp8_meta", {}).get(which) if self._recipe == "delayed" else None
         return None if state is None else state.scale[place]
 
@@ -110,7 +110,7 @@ class EngineObservers:
 
 
 def _normed(module: Any, x: Tensor) -> Tensor:
-    """What the module's GEMM reads, in the dtype of `x`."""
+    """Return the input of the module's GEMM, in the dtype of `x`."""
     weight = getattr(module, "layer_norm_weight", None)
     if weight is None:
         return x

@@ -1,7 +1,7 @@
 """FP8 health in Megatron's log, TensorBoard and W&B, at --log-interval.
 
 - coverage: share of the FLOPs of all matrix products of an iteration that run in FP8: linears, experts by the tokens
-  they get on average, the head, and attention's products (causal: half of them). Of FP8 attention only the forward is.
+  they get on average, the head, and attention's products (causal: half). Only FP8 attention's forward is in FP8.
 - gathered: bytes that FP8 all-gathers of fp8_ds delivered to a rank in one training iteration.
 - weights gathered: bytes that the distributed optimizer's all-gathers deliver to a rank after an update.
 - amax, saturation, underflow: see fp8_ds/monitor/statistics.py; every --fp8-health-interval iterations, of linears of
@@ -36,7 +36,7 @@ class Part(NamedTuple):
     """A linear or the attention of a transformer layer on this rank.
 
     Args:
-        name: of `module` in its layer.
+        name: that of `module` in its layer.
         kind: "linears" or "attention".
         computed_by: for the log; empty: Megatron, in high precision.
         in_fp8, total: multiply-adds per token and pass.
@@ -51,7 +51,7 @@ class Part(NamedTuple):
 
 
 def parts_of(layer: Any, sequence_length: int) -> Iterator[Part]:
-    """The parts of one of Megatron's transformer layers, of any spec, where so many tokens attend to each other."""
+    """Yield the parts of one of Megatron's transformer layers, of any spec, with attention over this many tokens."""
     config = layer.config
     engine_is_fp8 = bool(config.fp8) and not is_first_last_bf16_layer(config, layer.layer_number - 1)
     for name, module in layer.named_modules():
@@ -76,20 +76,20 @@ def parts_of(layer: Any, sequence_length: int) -> Iterator[Part]:
         total = float(sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 2))
         if "experts" in parents:
             total *= config.moe_router_topk * config.expert_model_parallel_size / config.num_moe_experts
-            # Experts that are cut into fewer parts than the other layers see a part of a group's tokens each.
+            # Experts that are TP-sharded over fewer ranks than the other layers see a part of a group's tokens each.
             total *= config.expert_tensor_parallel_size / config.tensor_model_parallel_size
         yield Part(name, module, "linears", text, total * share, total)
 
 
 def _channels(config: Any) -> float:
-    """Channels of an attention head, the mean of its two products."""
+    """Return the channels of an attention head, the mean of its two products."""
     if getattr(config, "multi_latent_attention", False):
         return float(config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim) / 2
     return float(config.kv_channels)
 
 
 def describe(parts: Iterable[tuple[str, str]]) -> str:
-    """One line: how many linears and attentions are computed by what; `parts` are (kind, computed_by)."""
+    """Return one line: how many linears and attentions are computed by what; `parts` are (kind, computed_by)."""
     counts = Counter(parts)
     texts = []
     for kind in ("linears", "attention"):
@@ -99,7 +99,7 @@ def describe(parts: Iterable[tuple[str, str]]) -> str:
 
 
 def weight_gathers(chunks: Iterable[Any]) -> tuple[int, int]:
-    """Bytes of all weights, and of FP8 weights, that the distributed optimizer delivers to a rank after an update.
+    """Return the bytes of all weights, and of FP8 weights, that the distributed optimizer gathers after an update.
 
     The rank's own shard is among them. Both are 0 without that optimizer, or where no rank has another's shard.
     """
@@ -116,11 +116,11 @@ def weight_gathers(chunks: Iterable[Any]) -> tuple[int, int]:
 
 
 class Health:
-    """FP8 health of a model in training; made on all ranks, those of a pipeline stage without layers among them.
+    """FP8 health of a model in training; made on all ranks, also on pipeline stages without layers.
 
     Args:
         args: Megatron's arguments.
-        chunks: of the model, in Megatron's DistributedDataParallel.
+        chunks: parts of the model, in Megatron's DistributedDataParallel.
     """
 
     def __init__(self, args: Any, chunks: Sequence[Any]) -> None:
@@ -166,11 +166,11 @@ class Health:
         self._is_between = True
 
     def _total_bytes(self) -> int:
-        """What FP8 gathers of fp8_ds have delivered so far."""
+        """Return the bytes that FP8 gathers of fp8_ds have delivered so far."""
         return sum(fp8.num_bytes_gathered for fp8 in self._settings)
 
     def _before_forward(self, chunk: Any, inputs: Any) -> None:
-        """The first forward in training begins an iteration."""
+        """Begin an iteration with the first forward in training."""
         if chunk.training and self._is_between:
             self._is_between = False
             self._bytes_before = self._total_bytes()
@@ -183,12 +183,12 @@ class Health:
         return stages
 
     def describe(self) -> str:
-        """`describe` of all stages, for the last one logs. Collective over the pipeline group."""
+        """Describe all stages, for the last one logs. Collective over the pipeline group."""
         stages = self._of_all_stages([(part.kind, part.computed_by) for part in self._parts])
         return describe(part for stage in stages for part in stage)
 
     def report(self) -> tuple[str, dict[str, float]]:
-        """(line of the log, scalars by tag) of all stages. Collective over the pipeline group."""
+        """Return (line of the log, scalars by tag) of all stages. Collective over the pipeline group."""
         mine = sum(part.in_fp8 for part in self._parts), sum(part.total for part in self._parts) + self._head
         gathered = self._num_bytes if self._settings else -1  # what Transformer Engine gathers is its own affair
         stages = self._of_all_stages((*mine, gathered, self._weights, self._statistics))

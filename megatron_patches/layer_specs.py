@@ -54,8 +54,8 @@ _SPEC_OPTIONS = (
 
 
 class MegatronFp8Layer:
-    """Mix-in before a transformer layer: the linears of fp8_ds in it learn when a step begins, and honour
-    --first-last-layers-bf16, which Megatron does by a context of Transformer Engine's.
+    """Mix-in before a transformer layer: tells the linears of fp8_ds in it when a step begins, and honours
+    --first-last-layers-bf16, for which Megatron uses a context of Transformer Engine's.
 
     Attributes:
         step_linears: those linears; empty until they are built.
@@ -74,10 +74,10 @@ class MegatronFp8Layer:
 
     @property
     def current_microbatch(self) -> int:
-        """Of the step, from 0, as Megatron's schedules set it before each forward.
+        """Micro-batch of the step, from 0, as Megatron's schedules set it before each forward.
 
         Raises:
-            AttributeError: nobody has, as in stock layers.
+            AttributeError: it was not set, as in stock layers.
         """
         if self._microbatch is None:
             raise AttributeError("current_microbatch")
@@ -96,10 +96,10 @@ def _layer_class(stock: type) -> type:
 
 
 def _rewritten(spec: Any, change: Callable[[str, Any], Any], name: str = "") -> Any:
-    """A copy of a spec in which `change(name of the slot, what is there)` has replaced what it gives another value for.
+    """Copy a spec, with nodes replaced where `change(name of the slot, node)` returns another value.
 
-    A spec is a ModuleSpec, a dataclass of submodules, a list, a functools.partial, or a leaf. Children of what is
-    replaced are not visited.
+    A spec is a ModuleSpec, a dataclass of submodules, a list, a functools.partial, or a leaf. Children of a replaced
+    node are not visited.
     """
     changed = change(name, spec)
     if changed is not spec:
@@ -121,10 +121,10 @@ def _rewritten(spec: Any, change: Callable[[str, Any], Any], name: str = "") -> 
 
 
 def _with_slots(spec: Any, replace: Callable[[str, Any], Any], refusal: str) -> Any:
-    """`_rewritten`, but for MLA, which keeps its own attention and linears.
+    """Rewrite a spec, except MLA, which keeps its own attention and linears.
 
     Raises:
-        UnsupportedError: with the text `refusal`: nothing was replaced in a stage that has layers.
+        UnsupportedError: nothing was replaced in a stage that has layers; its text is `refusal`.
     """
     count = 0
 
@@ -144,7 +144,7 @@ def _with_slots(spec: Any, replace: Callable[[str, Any], Any], refusal: str) -> 
 
 
 def with_attention(spec: Any, settings: AttentionSettings) -> Any:
-    """A copy of a layer or block spec whose attention is `fp8_ds.attention`."""
+    """Return a copy of a layer or block spec whose attention is `fp8_ds.attention`."""
 
     def replace(name: str, node: Any) -> Any:
         if name != "core_attention":
@@ -162,7 +162,7 @@ def with_attention(spec: Any, settings: AttentionSettings) -> Any:
 
 
 def with_fp8_linears(spec: Any, settings: Fp8Settings) -> Any:
-    """A copy of a local layer or block spec whose linears are computed by fp8_ds, experts' included."""
+    """Return a copy of a local layer or block spec whose linears are computed by fp8_ds, experts' included."""
     ours = {ColumnParallelLinear: Fp8ColumnParallelLinear, RowParallelLinear: Fp8RowParallelLinear}
 
     def replace(name: str, node: Any) -> Any:
@@ -178,12 +178,12 @@ def with_fp8_linears(spec: Any, settings: Fp8Settings) -> Any:
 
 
 def with_sequence_parallel_norms(spec: Any) -> Any:
-    """A copy of a layer or block spec in which torch's norms take sequence parallelism."""
+    """Return a copy of a layer or block spec in which torch's norms take sequence parallelism."""
     return _rewritten(spec, lambda name, node: SequenceParallelNorm if node is WrappedTorchNorm else node)
 
 
 def _with_layers(spec: Any) -> Any:
-    """A copy of a layer or block spec with `MegatronFp8Layer` before its layers."""
+    """Return a copy of a layer or block spec with `MegatronFp8Layer` before its layers."""
     found = copy.copy(spec)
     if isinstance(spec, TransformerBlockSubmodules):
         found.layer_specs = [_with_layers(one) for one in spec.layer_specs]
@@ -193,17 +193,17 @@ def _with_layers(spec: Any) -> Any:
 
 
 def _accepted(function: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """Those of `values` that this version's function takes."""
+    """Return the entries of `values` that this version's function takes."""
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in values.items() if name in parameters}
 
 
 def stock_layer_spec(config: Any, *, use_transformer_engine: bool, vp_stage: int | None = None) -> Any:
-    """What Megatron builds its layers from: one ModuleSpec, or for MoE one for each layer of this pipeline stage.
+    """Return Megatron's own spec: one ModuleSpec, or for MoE one for each layer of this pipeline stage.
 
     Raises:
-        UnsupportedError: Megatron builds these layers only where it has no --spec; or dense and MoE layers alternate,
-            and a virtual pipeline stage is not known: a spec is of one.
+        UnsupportedError: Megatron builds these layers only without --spec; or dense and MoE layers alternate, and the
+            virtual pipeline stage, to which a spec belongs, is not known.
     """
     patches.check("core")
     refuse_other_layers(config)
@@ -240,13 +240,13 @@ def layer_spec(
     attention: AttentionSettings | None = None,
     vp_stage: int | None = None,
 ) -> Any:
-    """The spec of a GPT model whose linears are in FP8 as `config` or `fp8` says, with this attention.
+    """Return the spec of a GPT model whose linears are in FP8 as `config` or `fp8` says, with this attention.
 
     Args:
         config: a TransformerConfig.
-        use_transformer_engine: its linears (as Megatron has them) or those of fp8_ds.
-        fp8: settings of the latter; None: as `config` says. Without FP8 in either, linears are stock.
-        attention: None: stock.
+        use_transformer_engine: whether linears are its own (as Megatron has them) or those of fp8_ds.
+        fp8: settings of the latter; None: as `config` says. Without FP8 in either, linears are Megatron's own.
+        attention: its settings; None: the stock attention.
         vp_stage: the virtual pipeline stage, where Megatron says which.
 
     Raises:
@@ -274,7 +274,7 @@ def layer_spec(
 
 
 def _say_what_stays_stock(config: Any, attention: AttentionSettings) -> None:
-    """On rank 0, where a setting of the model takes layers from the backend that was asked for."""
+    """Warn on rank 0 if a setting of the model takes layers from the requested backend."""
     reason = left_to_stock(config)
     text = ""
     if reason:
@@ -289,8 +289,8 @@ def _say_what_stays_stock(config: Any, attention: AttentionSettings) -> None:
 
 
 def later_spec(**options: Any) -> Callable[..., Any]:
-    """A block spec that is made, by `layer_spec`, when Megatron builds a stage: versions after 0.16 import specs before
-    there are groups, and call what is no ModuleSpec."""
+    """Return a function that makes a block spec by `layer_spec`, when Megatron builds a stage. Versions after 0.16
+    import specs before there are groups, and call a spec that is no ModuleSpec."""
 
     def spec_of_stage(model_config: Any, vp_stage: int | None = None) -> Any:
         return layer_spec(model_config.transformer, vp_stage=vp_stage, **options)
@@ -299,10 +299,10 @@ def later_spec(**options: Any) -> Callable[..., Any]:
 
 
 def spec_from_arguments(args: Any, backend: str | None = None) -> Any:
-    """`layer_spec` of Megatron's parsed arguments, ours among them where the wrapper has added them.
+    """Return the `layer_spec` of Megatron's parsed arguments, which include ours under the wrapper.
 
     Args:
-        backend: of attention; None: --fp8-attention-backend.
+        backend: that of attention; None: --fp8-attention-backend.
     """
     from megatron.training.arguments import core_transformer_config_from_args
 
@@ -338,7 +338,7 @@ def spec_from_arguments(args: Any, backend: str | None = None) -> Any:
 
 
 def _objects() -> dict[str, Any]:
-    """`gpt`, and one for each backend of attention, if Megatron has parsed its arguments."""
+    """Return the spec that --spec names, `gpt` or one with a backend of attention, if arguments have been parsed."""
     variables = sys.modules.get("megatron.training.global_vars")
     args = getattr(variables, "_GLOBAL_ARGS", None)
     if args is None or args.spec is None or args.spec[0] != __name__:

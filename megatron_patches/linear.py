@@ -1,8 +1,8 @@
 """Megatron-core's own Column- and RowParallelLinear, computed in FP8 by fp8_ds: where there is no Transformer Engine.
 
-Parameters, their initialisation, their attributes, checkpoints and collectives of bf16 are stock. What differs:
+Parameters, their initialisation, their attributes, checkpoints and collectives of bf16 are Megatron's. Differences:
 
-    column, sequence parallel      all-gather of the input in FP8 (stock: bf16, and again in backward)
+    column, sequence parallel      all-gather of the input in FP8 (Megatron: bf16, and again in backward)
     row, sequence parallel         all-gather of grad_output in FP8
     all                            the three GEMMs
 
@@ -34,7 +34,7 @@ from megatron_patches.recipes import Fp8Settings, refuse
 
 
 def gather_rule(fp8: Fp8Settings, recipe: Recipe) -> Rule | None:
-    """How operands travel in FP8 under sequence parallelism; None: in bf16. A recipe without a way is refused."""
+    """Return how operands travel in FP8 under sequence parallelism; None: bf16. Unsupported recipes are refused."""
     if fp8.tensor_parallel.gather == "bf16":
         return None
     try:
@@ -47,7 +47,7 @@ def gather_rule(fp8: Fp8Settings, recipe: Recipe) -> Rule | None:
 
 
 class StepWeight:
-    """What recipes read as `p._fp8` (fp8_ds/nn/recipe.py): quantised when it is first read after `expire`.
+    """FP8 weight that recipes read as `p._fp8` (fp8_ds/nn/recipe.py): quantised at the first read after `expire`.
 
     Args:
         weight: [O, I]; held weakly, as it holds this.
@@ -61,11 +61,11 @@ class StepWeight:
         self._state: tuple[Any, ...] = ()
 
     def expire(self) -> None:
-        """The weight may have changed, without a trace that can be seen from here."""
+        """Drop the bytes: the weight may have changed, without a trace that can be seen from here."""
         self._made = None
 
     def __reduce__(self) -> Any:
-        """None: who pickles a Parameter with its attributes does not mean the cache."""
+        """Pickle as None: a Parameter is pickled with its attributes, but without this cache."""
         return type(None), ()
 
     def _current(self) -> Fp8Weight:
@@ -83,19 +83,19 @@ class StepWeight:
 
     @property
     def scale_inv(self) -> Tensor:
-        """Its grid, multiply to leave FP8."""
+        """Grid of inverse scales; `data` times it leaves FP8."""
         return self._current().scale_inv
 
 
 class MegatronFp8Linear:
-    """Mix-in before a class of Megatron's. Configurations that ask for what is not there are refused.
+    """Mix-in before a linear of Megatron's. Configurations that it does not support are refused.
 
     Attributes:
-        fp8_settings: of the model.
-        fp8_recipe: of this layer; None: it is computed by Megatron, in bf16.
+        fp8_settings: those of the model.
+        fp8_recipe: that of this layer; None: Megatron computes it, in bf16.
         tp_rule: how its operand travels in FP8; None: it does not.
-        tp: its group; None: of one rank.
-        bf16_reason: why it is computed by Megatron.
+        tp: its tensor parallel group; None: one rank.
+        bf16_reason: why Megatron computes it.
     """
 
     fp8_settings: Fp8Settings
@@ -120,7 +120,7 @@ class MegatronFp8Linear:
             self.tp_rule = gather_rule(self.fp8_settings, self.fp8_recipe)
 
     def finish_init(self, quant_config: Any) -> None:
-        """Megatron's hook of --te-precision-config-file; a file with something for this layer is refused."""
+        """Refuse a --te-precision-config-file that has something for this layer (Megatron's hook)."""
         if quant_config is not None:
             raise UnsupportedError(
                 "--te-precision-config-file: expected no matcher that takes in linears of fp8_ds, got config "
@@ -129,18 +129,18 @@ class MegatronFp8Linear:
             )
 
     def keep_bf16(self, reason: str) -> None:
-        """From now on Megatron computes it."""
+        """Leave the layer to Megatron from now on."""
         self.fp8_recipe = self.tp_rule = None
         self.bf16_reason = reason
 
     def begin_microbatch(self, number: int) -> None:
-        """The next forward is of this micro-batch of a step, from 0; -1: it is not known of which."""
+        """Begin micro-batch `number` of a step, from 0, with the next forward; -1 if it is not known."""
         self._keeps_weight = number >= 0
         if number == 0:
             self._expire_weight()
 
     def _begin_forward(self) -> None:
-        """This forward and its backward read the weight's bytes of this step."""
+        """Prepare the weight's bytes of this step for this forward and its backward."""
         layer: Any = self
         self._step_weight = getattr(layer.weight, "_fp8", None)
         if self._step_weight is None:
@@ -164,7 +164,7 @@ class MegatronFp8Linear:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """`input` and `weight` as Megatron's `forward` hands them over, with what to send in `kwargs`."""
+        """Compute the output from the operands of Megatron's `forward`; `kwargs` say what to send."""
         if self.fp8_recipe is None:
             stock: Any = super()
             return cast(Tensor, stock._forward_impl(input, weight, *args, **kwargs))
@@ -177,11 +177,11 @@ class MegatronFp8Linear:
         return self.local_output(input, **kwargs)
 
     def local_output(self, x: Tensor, **kwargs: Any) -> Tensor:
-        """What this rank computes; of `kwargs` what the class has use for."""
+        """Return this rank's output; the class takes what it needs from `kwargs`."""
         raise NotImplementedError
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """`x W^T + bias`, nothing sent."""
+        """Return `x W^T + bias`, without communication."""
         apply: Any = _LinearFunction.apply  # untyped in torch
         return cast(Tensor, apply(Fp8Linear.checked(x, weight), weight, bias, self.fp8_recipe, torch.is_grad_enabled()))
 
@@ -211,13 +211,12 @@ class Fp8RowParallelLinear(MegatronFp8Linear, RowParallelLinear):
     """RowParallelLinear in FP8."""
 
     def local_output(self, x: Tensor, **kwargs: Any) -> Tensor:
-        """This rank's addend."""
+        """Return this rank's addend."""
         return self.product(x, self.weight, None)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input_: Tensor) -> Any:
-        """(output, bias if it is left to the caller), as Megatron's; grad_output arrives, and sums leave, in FP8 where
-        they are sent so."""
+        """Return (output, bias if it is left to the caller); grad_output and sums travel in FP8 if settings say so."""
         # Megatron sets it after it has built a layer, too: --moe-shared-expert-overlap sends on a stream of its own.
         if self.fp8_recipe is None or self.tp is None or self.explicit_expert_comm:
             return super().forward(input_)

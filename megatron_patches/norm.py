@@ -27,7 +27,7 @@ class SequenceParallelNorm:
 
 
 def without_refusal(stock: Any) -> Any:
-    """For patches.apply, of the norm that Megatron has chosen: another than torch's is kept."""
+    """Replace torch's norm, for patches.apply; another norm that Megatron has chosen is kept."""
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     return SequenceParallelNorm if stock is WrappedTorchNorm else stock

@@ -1,7 +1,7 @@
 """--fp8-optimizer-states and --fp8-master: FP8 moments and split masters under Megatron's own optimizer classes.
 
-What Megatron makes Adam from is replaced, and its optimizer classes by subclasses (optimizer_classes.py,
-optimizer_sharded.py); who calls `get_megatron_optimizer` notices nothing. Bytes of each form: docs/megatron.md.
+The class from which Megatron makes Adam is replaced, and its optimizer classes by subclasses (optimizer_classes.py,
+optimizer_sharded.py); callers of `get_megatron_optimizer` notice nothing. Bytes of each form: docs/megatron.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """What --fp8-master, --seed (of the rounding noise) and --fp8-drop-transposes say."""
+    """Values of --fp8-master, --seed (of the rounding noise) and --fp8-drop-transposes."""
 
     master: str = "bf16_8"
     seed: int = 0
@@ -67,7 +67,7 @@ _OFF_WITH_FP8_WEIGHTS = {
 
 
 def from_arguments(args: Any) -> OptimizerStates | None:
-    """The settings in Megatron's parsed arguments; None without --fp8-optimizer-states.
+    """Return the settings in Megatron's parsed arguments; None without --fp8-optimizer-states.
 
     Raises:
         ConfigError: --fp8-master does not fit the other flags.
@@ -124,7 +124,7 @@ def from_arguments(args: Any) -> OptimizerStates | None:
 
 
 def _check_numbers(args: Any) -> None:
-    """Refuse numbers of Adam's without which FP8 states have no scales, by their flags and before a model is built."""
+    """Refuse Adam's numbers that leave FP8 states without scales, by their flags and before a model is built."""
     betas, eps = (getattr(args, "adam_beta1", 0.9), getattr(args, "adam_beta2", 0.999)), getattr(args, "adam_eps", 1e-8)
     try:
         check_betas(*betas)
@@ -142,14 +142,14 @@ def _check_numbers(args: Any) -> None:
 
 
 def refuse(config: Any, model_chunks: Sequence[Any], states: OptimizerStates) -> None:
-    """What arguments do not tell before Megatron has validated them, and parameters, work with FP8 states.
+    """Refuse parameters, and settings known after Megatron's validation, that FP8 states do not support.
 
     Args:
         config: OptimizerConfig.
         model_chunks: wrapped by Megatron's DistributedDataParallel.
 
     Raises:
-        ConfigError, UnsupportedError: something does not; all ranks raise.
+        ConfigError, UnsupportedError: something is not supported; all ranks raise.
     """
     beside = "with --fp8-optimizer-states"
     if not config.bf16:
@@ -189,7 +189,7 @@ def refuse(config: Any, model_chunks: Sequence[Any], states: OptimizerStates) ->
 
 
 def replacements(states: OptimizerStates) -> dict[str, Callable[[Any], Any]]:
-    """For `patches.apply`: Megatron makes optimizers with FP8 states from then on."""
+    """Return what makes Megatron build optimizers with FP8 states, for `patches.apply`."""
     from megatron_patches import optimizer_adam, optimizer_classes, optimizer_sharded
 
     adam = functools.partial(optimizer_adam.MegatronFp8AdamW, master=states.master, seed=states.seed)
@@ -209,7 +209,7 @@ def replacements(states: OptimizerStates) -> dict[str, Callable[[Any], Any]]:
 
 
 def _checked(stock: Callable[..., Any], states: OptimizerStates) -> Callable[..., Any]:
-    """Megatron's builder of one optimizer, told who owns the masters."""
+    """Wrap Megatron's builder of one optimizer, to refuse what does not work and to say who owns the masters."""
 
     @functools.wraps(stock)
     def build(config: Any, model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
@@ -226,7 +226,7 @@ def _checked(stock: Callable[..., Any], states: OptimizerStates) -> Callable[...
 
 
 def _without_fused_adam(stock: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Megatron's check of its optimizer configuration; --use-precision-aware-optimizer needs no Transformer Engine."""
+    """Wrap Megatron's check of its configuration: --use-precision-aware-optimizer needs no Transformer Engine."""
 
     @functools.wraps(stock)
     def check(self: Any) -> None:

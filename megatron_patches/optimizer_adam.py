@@ -19,9 +19,9 @@ from fp8_ds.scaling.predicted import PredictedScales
 SCALES = "fp8_scale_inv"
 """Key of saved param groups: name -> scale_inv that an FP8 master is stored with. Stock runs carry it along unread."""
 BOUND_SUM = "fp8_bound_sum"
-"""Likewise: (count of steps, what bounds the update then), of a group whose betas have moved."""
+"""Key of saved param groups whose betas have changed: (count of steps, sum that bounds the update then)."""
 _STEP_IS_OF_GROUPS = distrib_optimizer.HAVE_APEX_OR_TE
-"""Where stock Adam counts its steps: FusedAdam in its param groups, torch's in its states. Checkpoints follow that."""
+"""Whether stock Adam counts steps in its param groups (FusedAdam) or states (torch). Checkpoints follow that."""
 
 
 class MegatronFp8AdamW(Fp8AdamW):
@@ -30,10 +30,10 @@ class MegatronFp8AdamW(Fp8AdamW):
     Gradients are read from `decoupled_grad`, just as by a precision-aware FusedAdam.
 
     Args:
-        params, lr, weight_decay, betas, eps, adam_w_mode: as of FusedAdam.
-        capturable: of Megatron 0.19 and later, for --optimizer-cuda-graph, which is refused.
+        params, lr, weight_decay, betas, eps, adam_w_mode: as in FusedAdam.
+        capturable: passed by Megatron 0.19 and later for --optimizer-cuda-graph, which is refused.
         master: format of the masters of FP8 weights, or of bf16 ones ("bf16_8").
-        seed: of the rounding noise, the same on all ranks.
+        seed: seed of the rounding noise, the same on all ranks.
     """
 
     def __init__(
@@ -56,15 +56,15 @@ class MegatronFp8AdamW(Fp8AdamW):
             group["bias_correction"] = True  # FusedAdam reads it in each step, from the groups that it has loaded
 
     def _build(self) -> None:
-        """Nothing: what Megatron passes are not the tensors that it will have updated."""
+        """Do nothing: Megatron passes other tensors than those that it will have updated."""
 
     def hold(self, shards: Sequence[AdamShard], scales: PredictedScales | None, device: torch.device) -> None:
-        """From now on `shards` are what is updated: one for each tensor in the param groups, in their order.
+        """Update `shards` from now on: one for each tensor in the param groups, in their order.
 
         Args:
-            shards: with `hi`; the rest is set here.
-            scales: of FP8 masters.
-            device: of the shards.
+            shards: with `hi` set; the rest is set here.
+            scales: those of FP8 masters.
+            device: that of the shards.
         """
         found, flats = iter(shards), []
         self._shard_of: dict[int, AdamShard] = {}
@@ -81,23 +81,23 @@ class MegatronFp8AdamW(Fp8AdamW):
         self._announce()
 
     def shard_of(self, p: Any) -> AdamShard:
-        """What is updated for a tensor of the param groups."""
+        """Return the shard that is updated for a tensor of the param groups."""
         return self._shard_of[id(p)]
 
     def _announce(self) -> None:
-        """Stock code that finds no state allocates a dense one for everything. It finds entries, of nothing."""
+        """Put empty entries into `state`: Megatron allocates a dense state for everything if it finds none."""
         self.state.clear()
         for p in self.flat_params():
             self.state[p] = {}
 
     @property
     def num_steps(self) -> int:
-        """Updates so far. Waits for the device."""
+        """Number of updates so far. Reading it waits for the device."""
         return int(self.core.step_count.max()) if len(self.core.flats) else 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update of everything that has a gradient; whether all gradients are finite is for the caller to know."""
+        """Update everything that has a gradient; the caller knows whether all gradients are finite."""
         grads = []
         for p in self.flat_params():
             grad = getattr(p, "decoupled_grad", None)
@@ -110,9 +110,9 @@ class MegatronFp8AdamW(Fp8AdamW):
         self.core.end()
 
     def read(self, p: Any, key: str | None) -> Tensor:
-        """float32 on the CPU, of p's shape: the master (key None), or a moment by its torch name; zeros before a step.
+        """Return float32 on the CPU, of p's shape: the master (key None) or a moment by its torch name, zeros at first.
 
-        On the CPU since a checkpoint wants all of them at once, and they are six times the size of what is held.
+        It is on the CPU since a checkpoint wants all of them at once, at six times the size of the shards.
         """
         shard = self.shard_of(p)
         if key is not None:
@@ -123,7 +123,7 @@ class MegatronFp8AdamW(Fp8AdamW):
 
     @torch.no_grad()
     def write(self, p: Any, key: str | None, value: Tensor) -> None:
-        """Inverse of `read`: exact for what it gave, else rounded to nearest. `value` may be on any device."""
+        """Write what `read` gave, exactly, or another value, to nearest; `value` may be on any device."""
         shard = self.shard_of(p)
         if key is not None:
             self.core.allocate()
@@ -131,15 +131,15 @@ class MegatronFp8AdamW(Fp8AdamW):
 
     @torch.no_grad()
     def forget_masters(self) -> None:
-        """bf16 weights have been loaded: they are their own masters, up to what the next updates add."""
+        """Zero the low parts after bf16 weights were loaded: these are their own masters until the next update."""
         for shard in self.core.shards:
             if shard.lo is not None and not shard.fmt.is_fp8:
                 shard.lo.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """As the stock Adam's: param groups, and dense float32 moments on the CPU.
+        """Return the form of the stock Adam's: param groups, and dense float32 moments on the CPU.
 
-        For a distributed optimizer no moments: it asks for them by parameter.
+        A distributed optimizer gets no moments: it asks for them by parameter.
         """
         if self._core is None:
             return super().state_dict()

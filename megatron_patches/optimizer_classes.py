@@ -28,7 +28,7 @@ def format_of(p: Tensor) -> MasterFormat:
 
 
 def number_of(name: str, p: Any) -> int:
-    """Of a weight, for rounding noise: the same wherever a copy of it is, or copies would drift apart.
+    """Return the number of a weight for rounding noise, equal wherever a copy of it is, or copies would drift apart.
 
     Ranks of a tensor parallel group have the same names. The embedding and the head are one weight in two stages.
     """
@@ -38,8 +38,8 @@ def number_of(name: str, p: Any) -> int:
 class Fp8Float16Optimizer(Float16OptimizerWithFloat16Params):
     """Megatron's optimizer for bf16 without sharding, with FP8 moments.
 
-    Its attribute `fp32_from_float16_groups` holds the weights themselves: main, which saves pairs of a weight and its
-    main parameter, finds one for each.
+    Its attribute `fp32_from_float16_groups` holds the weights themselves: Megatron's main branch saves pairs of a
+    weight and its main parameter, and finds one for each.
     """
 
     optimizer: MegatronFp8AdamW
@@ -75,7 +75,7 @@ class Fp8Float16Optimizer(Float16OptimizerWithFloat16Params):
             p.grad = None
 
     def _copy_main_params_to_model_params(self) -> None:
-        """Nothing: the step has written weights."""
+        """Do nothing: the step has written weights."""
 
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
         assert state_dict is None, "Initialize main params from state dict is not supported"
@@ -95,12 +95,12 @@ class Fp8Float16Optimizer(Float16OptimizerWithFloat16Params):
 
 
 def _allocate(optimizer: MegatronFp8AdamW, config: Any = None) -> None:
-    """States exist, so that a checkpoint is asked for them."""
+    """Allocate the states, so that a checkpoint is asked for them."""
     optimizer.core.allocate()
 
 
 class Fp8ChainedOptimizer(ChainedOptimizer):
-    """Dense and expert parameters under one norm. A step whose norm is infinite or NaN changes nothing.
+    """Optimizer of dense and expert parameters under one norm. A step with an infinite or NaN norm changes nothing.
 
     Stock bf16 training without a loss scale has no such check: weights become NaN. Here the step reports failure, as
     with a loss scale: Megatron counts a skipped iteration, and the schedule waits.

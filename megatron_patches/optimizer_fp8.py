@@ -1,7 +1,7 @@
 """FP8 weights of Transformer Engine (--fp8-param-gather) as the high parts of their masters; no bf16 weight exists.
 
 A weight is a Float8Tensor: uint8 `_data`, which lies in Megatron's parameter buffer, and float32 `_scale_inv` [1]. Our
-step writes the bytes of this rank's shards in place, all-gathers move them as they do in stock, and every rank writes
+step writes the bytes of this rank's shards in place, all-gathers move them as Megatron does, and every rank writes
 the same power of two into `_scale_inv`. So nothing is cast, and no amax is reduced before the step can end.
 """
 
@@ -29,9 +29,9 @@ class Fp8Weights:
 
     Args:
         weights: name -> Float8Tensor, the same in all ranks of the group.
-        fmt: of their masters.
+        fmt: format of their masters.
         group: ranks that shard them.
-        device: theirs.
+        device: that of the weights.
     """
 
     def __init__(self, weights: dict[str, Any], fmt: MasterFormat, group: Any, device: torch.device) -> None:
@@ -50,16 +50,16 @@ class Fp8Weights:
         self.saved_scales: dict[str, float] = {}
 
     def index(self, weight: Any) -> int:
-        """Its entry in the scale vectors."""
+        """Return the weight's entry in the scale vectors."""
         return self._index[id(weight)]
 
     @torch.no_grad()
     def take_values(self, shards: dict[int, AdamShard], seed: int) -> None:
-        """Weights as they were initialised, or as they are, become masters and bytes. Collective.
+        """Make masters and bytes from the weights as they were initialised, or as they are. Collective.
 
         Args:
-            shards: index -> what this rank holds of that weight.
-            seed: of the noise that bf16 numbers take (fp8_ds/optim/master_init.py).
+            shards: index -> this rank's shard of that weight.
+            seed: seed of the noise that bf16 numbers take (fp8_ds/optim/master_init.py).
         """
         device = self.scales.amax.device
         local = [(index, _initial(p).abs().max().view(1)) for index, p in enumerate(self.weights)]
@@ -82,12 +82,12 @@ class Fp8Weights:
         without_ours(fp8_utils.post_all_gather_processing)(self.weights)
 
     def keep(self, shard: AdamShard, value: Tensor) -> None:
-        """A loaded master waits until all are there: their scales follow from all ranks' (`take_loaded`)."""
+        """Keep a loaded master until all are there: their scales follow from all ranks' (`take_loaded`)."""
         self._loaded[shard.scale_index] = shard, value.detach().reshape(-1)
 
     @torch.no_grad()
     def take_loaded(self) -> None:
-        """What was kept becomes masters. Collective; the bytes of other ranks' shards are still to be gathered."""
+        """Make masters of what was kept. Collective; the bytes of other ranks' shards are still to be gathered."""
         sources = [(index, value) for index, (_, value) in self._loaded.items()]
         amaxes = reduced_amaxes(self.scales.num, sources, self.group, self.scales.amax.device)
         saved = torch.tensor([self.saved_scales.get(name, 0.0) for name in self.names], dtype=torch.float32)
@@ -99,7 +99,7 @@ class Fp8Weights:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Transformer Engine reads the weights with the scales in force; what it derived from the bytes is void.
+        """Give Transformer Engine the scales in force, and void what it derived from the bytes.
 
         The scales are copied: a checkpoint that is loaded into a weight writes what it likes into `_scale_inv`.
         """
@@ -109,22 +109,22 @@ class Fp8Weights:
             p._reset_caches()
 
     def scale_inv_by_name(self) -> dict[str, float]:
-        """Of all weights, for checkpoints."""
+        """Return the inverse scales of all weights, for checkpoints."""
         return dict(zip(self.names, self.scales.scale_inv.tolist(), strict=True))
 
 
 _PRIVATE = ("_data", "_scale_inv", "_reset_caches")
-"""Of Float8Tensor in Transformer Engine 2.11, transformer_engine/pytorch/tensor/float8_tensor.py."""
+"""Attributes of Float8Tensor in Transformer Engine 2.11, transformer_engine/pytorch/tensor/float8_tensor.py."""
 
 
 def _kept(p: Any) -> Tensor | None:
-    """The value before it was cast to FP8, where Transformer Engine has kept it."""
+    """Return the value before it was cast to FP8, if Transformer Engine has kept it."""
     kept: Tensor | None = p.get_high_precision_init_val() if hasattr(p, "get_high_precision_init_val") else None
     return kept
 
 
 def _initial(p: Any) -> Tensor:
-    """The value before it was cast to FP8, or else what the bytes say."""
+    """Return the value before it was cast to FP8, or else the de-quantised bytes."""
     kept = _kept(p)
     value: Tensor = p.dequantize() if kept is None else kept
     return value

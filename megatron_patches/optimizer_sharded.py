@@ -20,7 +20,7 @@ from megatron_patches.optimizer_classes import format_of, number_of
 from megatron_patches.optimizer_fp8 import Fp8Weights
 
 _MASTER = "param"
-"""What DistributedOptimizer calls the master in its own dicts."""
+"""Key of the master in DistributedOptimizer's own dicts."""
 
 _SHARD_ATTRIBUTES = {
     "shared",
@@ -30,8 +30,8 @@ _SHARD_ATTRIBUTES = {
     "gtp_replica_group",
     "pad_length",
 }
-"""What Megatron, in one version or another, asks of a shard about its parameter when it computes norms: of the main
-branch `copy_optimizer_param_metadata` and `copy_gtp_attributes`."""
+"""Attributes of its parameter that Megatron, in one version or another, asks a shard for when it computes norms: in the
+main branch `copy_optimizer_param_metadata` and `copy_gtp_attributes`."""
 
 
 class Fp8DistributedOptimizer(DistributedOptimizer):
@@ -44,7 +44,7 @@ class Fp8DistributedOptimizer(DistributedOptimizer):
     def _build_model_and_main_param_groups(
         cls, gbuf_ranges: Any, param_gbuf_map: Any, opt_group_ranges: Any, config: Any
     ) -> Any:
-        """Stock; a shard of FP8 bytes, for which stock code has no tensor, gets one that holds its gradient only.
+        """Build stock groups; a shard of FP8 bytes, which has no tensor in them, gets one that holds its gradient only.
 
         A bf16 weight's own shard is its `main_param`, of which --log-params-norm takes the norm.
         """
@@ -99,7 +99,7 @@ class Fp8DistributedOptimizer(DistributedOptimizer):
         return AdamShard(name, hi.numel(), start, number_of(name, model_param), 0, index, fmt, hi)
 
     def _fp8_pairs(self) -> Iterator[tuple[Any, Any]]:
-        """(parameter of the model, the tensor that is updated for it), in the order of the param groups."""
+        """Yield (parameter of the model, the tensor that is updated for it), in the order of the param groups."""
         groups = self.optimizer.param_groups
         for fp32, low, group in zip(self.model_fp32_groups, self.model_float16_groups, groups, strict=True):
             yield from zip([*fp32, *low], group["params"], strict=True)
@@ -169,7 +169,7 @@ class Fp8DistributedOptimizer(DistributedOptimizer):
         self._fp8_finish_loading()
 
     def _fp8_finish_loading(self) -> None:
-        """This rank's weights are its masters rounded; the others' may be from elsewhere. Collective."""
+        """Round loaded masters to this rank's weights, and gather: the others' may be from elsewhere. Collective."""
         if self._fp8_weights:
             self._fp8_weights.take_loaded()
         for chunk in self.model_chunks:

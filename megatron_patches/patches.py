@@ -113,7 +113,7 @@ megatron.training.initialize
 
 
 def rows(*parts: Part) -> list[Patch]:
-    """Those that the installed Megatron must have, of these parts; of all without."""
+    """Return the rows that the installed Megatron must have, of these parts; of all parts if none is given."""
     installed = compat.version()
     wanted = parts or ("core", "training")
     return [
@@ -124,7 +124,7 @@ def rows(*parts: Part) -> list[Patch]:
 
 
 def find(row: Patch) -> Any:
-    """The symbol of a row as Megatron has it, also where it is replaced now.
+    """Return the symbol of a row as Megatron has it, also where it is replaced now.
 
     Raises:
         SeamError: it is missing, or lacks a parameter.
@@ -162,13 +162,13 @@ def check(*parts: Part) -> None:
 
 @functools.cache
 def _warn_of_other_bodies(checked: tuple[Patch, ...]) -> None:
-    """Once for the same rows."""
+    """Warn of bodies that were not tested, once for the same rows."""
     if text := other_bodies({row.path: find(row) for row in checked}):
         warnings.warn(text, stacklevel=4)
 
 
 def other_bodies(symbols: Mapping[str, Any]) -> str:
-    """Name the functions whose body is none of the tested ones; empty: none is.
+    """Name the functions whose body is none of the tested ones; empty if there is none.
 
     Args:
         symbols: path of a row -> what Megatron has there.
@@ -201,7 +201,7 @@ class Applied:
         self._ours = ours
 
     def remove(self) -> None:
-        """Afterwards Megatron is as before.
+        """Restore Megatron's own symbols.
 
         Raises:
             SeamError: somebody else has replaced one of the symbols since; nothing is changed then.
@@ -221,7 +221,7 @@ class Applied:
 
 
 _APPLIED: dict[str, Applied] = {}
-"""By path: what is replaced now."""
+"""Replacements in force, by path."""
 
 
 def apply(replacements: Mapping[str, Callable[[Any], Any]]) -> Applied:
@@ -254,7 +254,7 @@ def apply(replacements: Mapping[str, Callable[[Any], Any]]) -> Applied:
 
 
 def applied() -> tuple[str, ...]:
-    """Paths that are replaced now."""
+    """Return the paths that are replaced now."""
     return tuple(sorted(_APPLIED))
 
 
@@ -274,7 +274,7 @@ def _missing(row: Patch, detail: str) -> str:
 
 
 def _main() -> str:
-    """What the command prints."""
+    """Return the text that the command prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("clone", nargs="?")
     parser.add_argument("--update", action="store_true")

@@ -23,7 +23,7 @@ _VARIABLE = "MEGATRON_LM_PATH"
 
 
 def find_clone(argument: str | None, environment: str | None, directory: Path) -> Path:
-    """The root of the user's clone: what the first says that is given.
+    """Return the root of the user's clone, from the first of these that is given.
 
     Raises:
         ConfigError: there is none where the first of them says.
@@ -56,7 +56,7 @@ def needs_own_final_norm(args: argparse.Namespace) -> bool:
 
 
 def prepare(arguments: Sequence[str], stack: ExitStack) -> Path:
-    """Patch Megatron, on the CPU if the arguments say so, until `stack` is closed; returns the script to run."""
+    """Patch Megatron, on the CPU if the arguments say so, until `stack` is closed; return the script to run."""
     own = _own_arguments(arguments)
     path = find_clone(own.megatron_path, os.environ.get(_VARIABLE), Path.cwd())
     compat.use_clone(path)
@@ -97,7 +97,7 @@ def prepare(arguments: Sequence[str], stack: ExitStack) -> Path:
 
 
 def main() -> None:
-    """Refusals are the last that a rank says, without a traceback, and end it with status 2."""
+    """Run the script. A refusal is the last that a rank says, without a traceback, and ends it with status 2."""
     with refusals_without_traceback(), ExitStack() as stack:
         script = prepare(sys.argv[1:], stack)
         sys.argv[0] = str(script)

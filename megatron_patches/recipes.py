@@ -1,4 +1,4 @@
-"""From Megatron's FP8 flags to the settings of linears that are computed by fp8_ds; what they cannot do is refused."""
+"""Settings of linears that are computed by fp8_ds, from Megatron's FP8 flags; unsupported ones are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OTHER_ATTENTION = (
     "Use one of these, or leave --fp8-attention-backend out: of Megatron's own attention --attention-backend chooses "
     "the kernel"
 )
-"""What to do instead of another --fp8-attention-backend."""
+"""Remedy in refusals of another --fp8-attention-backend."""
 GRAD_DTYPES = {"hybrid": "e5m2", "e4m3": "e4m3"}
 """--fp8-format: hybrid is E4M3 forward and E5M2 for gradients."""
 
@@ -31,7 +31,7 @@ _RECIPES: dict[str, type[Recipe]] = {
 
 @dataclass(eq=False)
 class Fp8Settings:
-    """Of all linears of a model.
+    """Settings of all linears of a model.
 
     Args:
         linear: recipe, gradient format, GEMM backend.
@@ -46,15 +46,15 @@ class Fp8Settings:
 
     @property
     def num_bytes_gathered(self) -> int:
-        """By this rank, in FP8, so far."""
+        """Bytes that this rank has gathered in FP8 so far."""
         return sum(tp.num_bytes_gathered for tp in self._contexts.values())
 
     def recipe(self) -> Recipe:
-        """Of one layer."""
+        """Make the recipe of one layer."""
         return _RECIPES[self.linear.recipe](self.linear)
 
     def context(self, group: dist.ProcessGroup, sequence_parallel: bool) -> TensorParallel:
-        """One for all layers of a group: what its ranks must agree in is checked once."""
+        """Return one context for all layers of a group: its ranks' agreement is checked once."""
         key = (id(group), sequence_parallel)
         if key not in self._contexts or self._contexts[key].group is not group:
             self._contexts[key] = TensorParallel(
@@ -74,7 +74,7 @@ def settings(
     gather: str = "fp8",
     reduce_scatter: str = "bf16",
 ) -> Fp8Settings:
-    """What --fp8-format, --fp8-recipe, --fp8-gemm-backend, --fp8-tp-gather and --fp8-tp-reduce-scatter say.
+    """Make settings from --fp8-format, --fp8-recipe, --fp8-gemm-backend, --fp8-tp-gather, --fp8-tp-reduce-scatter.
 
     Raises:
         ConfigError: FP8 is off, or values do not go together.
@@ -135,14 +135,14 @@ _REFUSED: dict[str, tuple[Any, str, str]] = {
 
 
 def cuda_graphs(args: Any) -> str | None:
-    """The flag by which layers of Megatron's become CUDA graphs; versions differ. None: they do not."""
+    """Return the flag by which Megatron's layers become CUDA graphs, by version; None if they do not."""
     names = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
     found = (name for name in names if getattr(args, name, None) not in (None, False, "none"))
     return next((_REFUSED[name][1] for name in found), None)
 
 
 def refuse(config: Any) -> None:
-    """Raise UnsupportedError where a TransformerConfig asks what linears without Transformer Engine cannot do."""
+    """Raise UnsupportedError if a TransformerConfig asks for what linears without Transformer Engine cannot do."""
     for name, (wanted, flag, remedy) in _REFUSED.items():
         value = getattr(config, name, wanted)
         if value is not None and value != wanted:

@@ -1,4 +1,4 @@
-"""What a layer spec of ours is refused for: settings of Megatron's under which another model would be trained, or none.
+"""Refusals of a layer spec of ours: settings of Megatron's under which another model would be trained, or none.
 
 Each function raises ConfigError or UnsupportedError, on all ranks alike, before layers are built.
 """
@@ -56,7 +56,7 @@ def require_engine(fp8: Fp8Settings | None) -> None:
 
 
 def refuse_recomputation(config: Any) -> None:
-    """Megatron recomputes all but attention's core by Transformer Engine where its own configuration says FP8."""
+    """Refuse to recompute more than attention's core: where its config says FP8, Megatron uses Transformer Engine."""
     granularity = config.recompute_granularity
     others = sorted(set(config.recompute_modules or ()) - {"core_attn"}) if granularity == "selective" else []
     flag, expected, got = "--recompute-granularity", "selective or none", granularity
@@ -70,15 +70,15 @@ def refuse_recomputation(config: Any) -> None:
 
 
 def refuse_everywhere(config: Any, fp8: Fp8Settings) -> None:
-    """What linears refuse when they are built, for a pipeline stage that has none: others would wait for it."""
+    """Refuse what linears refuse when they are built: a pipeline stage without any would leave others waiting."""
     refuse(config)
     if config.sequence_parallel and config.tensor_model_parallel_size > 1 and not config.multi_latent_attention:
         gather_rule(fp8, fp8.recipe())
 
 
 def refuse_final_norm(config: Any) -> None:
-    """Torch's norm after the last layer, which a spec of one layer has no slot for, under sequence parallelism; also
-    on pipeline stages without it."""
+    """Refuse torch's norm after the last layer under sequence parallelism, for a spec of one layer has no slot for it;
+    also on pipeline stages without it."""
     if config.sequence_parallel and transformer_block.LayerNormImpl is WrappedTorchNorm and not alternates(config):
         raise UnsupportedError(
             "--sequence-parallel: expected off with --spec of megatron_patches, where neither Transformer Engine nor "
@@ -88,7 +88,7 @@ def refuse_final_norm(config: Any) -> None:
 
 
 def refuse_bf16_alone(config: Any) -> None:
-    """--first-last-layers-bf16 leaves a layer in FP8."""
+    """Refuse --first-last-layers-bf16 that leaves no layer in FP8."""
     first, last = config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16
     if config.first_last_layers_bf16 and (min(first, last) < 0 or first + last >= config.num_layers):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""One symbol of Megatron, and those that we call, mirror or override in subclasses without replacing them."""
+"""Row of one symbol of Megatron, and rows of those that we call, mirror or override without replacing them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Part = Literal["core", "training"]
 
 @dataclass(frozen=True)
 class Patch:
-    """One symbol.
+    """Row of one symbol.
 
     Attributes:
         module, name: where it is, `name` dotted within the module.
@@ -19,8 +19,8 @@ class Patch:
         kind: "wrap" (what replaces it calls the stock one), "swap" (replaced by another), "rely" (subclassed, called,
             or mirrored; not replaced).
         why: what we do there.
-        tried_first: the less invasive way that does not do, for what is replaced.
-        versions: of Megatron that have it.
+        tried_first: for replaced symbols, a less invasive way, and why it does not do.
+        versions: those of Megatron that have it.
     """
 
     module: str
@@ -37,13 +37,13 @@ class Patch:
 
     @property
     def part(self) -> Part:
-        """megatron.training is in clones only (and in wheels from 0.17)."""
+        """Part of Megatron; megatron.training is in clones only (and in wheels from 0.17)."""
         return "training" if self.module.startswith("megatron.training") else "core"
 
 
 def parse(text: str) -> tuple[Patch, ...]:
-    """Rows from lines by indentation: a module and its versions; why (and what was tried first); symbols, with the
-    parameters that are checked, and their kind where that is not "rely"."""
+    """Parse rows from lines by indentation: a module and its versions; why (and what was tried first); symbols, with
+    the parameters that are checked, and their kind where that is not "rely"."""
     found: list[Patch] = []
     module = versions = why = tried_first = ""
     for line in text.strip().splitlines():

@@ -2,7 +2,7 @@
 
 Hopper multiplies FP8 in one layout only, so grad_input reads a transpose of the weight. Transformer Engine keeps one of
 every FP8 weight, a byte a parameter, made anew when the bytes change. It makes one in a backward, too, where it finds
-none; here it finds none. A backward more in a step, one per micro-batch, makes each transpose once more.
+none; here it finds none. Each further backward of a step, one per micro-batch, makes each transpose once more.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from megatron_patches import compat
 
 _MARK = "_fp8_ds_drops_transposes"
 _PRIVATE = ("_quantizer", "update_usage")
-"""Of Float8Tensor in Transformer Engine 2.11, transformer_engine/pytorch/tensor/storage/float8_tensor_storage.py."""
+"""Attributes of Float8Tensor in Transformer Engine 2.11, pytorch/tensor/storage/float8_tensor_storage.py."""
 
 
 def drop(weight: Any) -> None:
-    """Its transpose is freed; the next backward makes one."""
+    """Free the transpose of a weight; the next backward makes one."""
     weight.update_usage(columnwise_usage=False)
 
 
 def drop_all(model_chunks: Iterable[nn.Module]) -> None:
-    """Afterwards no FP8 weight of these modules keeps its transpose outside its own backward. Twice is as once."""
+    """Keep no transpose of these modules' FP8 weights outside its own backward. A second call changes nothing."""
     for chunk in model_chunks:
         for module in chunk.modules():
             weights = [p for p in module.parameters(recurse=False) if is_float8tensor(p) and p.requires_grad]

@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass
 class ByteCounter:
-    """Bytes of the step under way that our gathers delivered to this rank, its own share included; `last`: of the
-    finished step.
+    """Bytes that our gathers delivered to this rank in the current step, its own share included.
 
-    `fp8` counts weight bytes, `hp` the bf16 side channel. `reduced` is what this rank handed to FP8 reduce-scatters of
-    all micro-batches, its own share included; those of a skipped step count with the next.
+    `fp8` counts weight bytes, `hp` those of the bf16 side channel. `reduced` counts the bytes that this rank handed to
+    FP8 reduce-scatters in all micro-batches, its own share included; a skipped step's count with the next step's.
+    `last` holds the counts of the finished step.
     """
 
     fp8: int = 0
@@ -33,17 +33,17 @@ class ByteCounter:
         return self.fp8 + self.hp
 
     def end_step(self) -> None:
-        """Keep what was counted as `last` and start anew."""
+        """Move the counts to `last` and start from zero."""
         self.last = ByteCounter(self.fp8, self.hp, self.reduced, self.num_amax_reduces)
         self.fp8 = self.hp = self.reduced = self.num_amax_reduces = 0
 
 
 @dataclass
 class CollectiveCount:
-    """What `count_collectives` saw: calls and output bytes by name of the collective.
+    """Calls and output bytes by name of the collective, counted by `count_collectives`.
 
-    Names are torch's (`all_gather`, `all_reduce`, `broadcast`, `reduce_scatter`, `all_to_all`, `other`).
-    `records` lists (name, elements, dtype) in order of issue.
+    Names are torch's (`all_gather`, `all_reduce`, `broadcast`, `reduce_scatter`, `all_to_all`, `other`). `records`
+    lists (name, elements, dtype) in order of issue.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
@@ -63,7 +63,7 @@ _NAMES = {
     "reduce_scatter": "reduce_scatter",
     "alltoall": "all_to_all",
 }
-"""Our name of a c10d operator, by what its own begins with; the first argument is what this rank receives."""
+"""Our name of a c10d operator, by the prefix of its own. The operator's first argument is what this rank receives."""
 
 
 class _CollectiveMode(TorchDispatchMode):
@@ -84,7 +84,7 @@ class _CollectiveMode(TorchDispatchMode):
 
 @contextmanager
 def count_collectives() -> Iterator[CollectiveCount]:
-    """Count every c10d collective that this rank issues inside the block, stock DeepSpeed's included.
+    """Count every c10d collective that this rank issues inside the block, including DeepSpeed's own.
 
     It is a dispatch mode: every operator passes through Python, so use it in tests and for one step of a demo.
     """

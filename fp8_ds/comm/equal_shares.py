@@ -1,4 +1,4 @@
-"""Reduce-scatter of tensors that are each cut into equal shares, as ZeRO-3 has them, in few launches."""
+"""Reduce-scatter of tensors that are each split into equal shares, as in ZeRO-3, in few launches."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from fp8_ds.comm.reduce_scatter import equal_shares
 def reduce_scatter_shares(
     tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None, places: Sequence[Tensor | None] = ()
 ) -> list[Tensor]:
-    """DeepSpeed's `reduce_scatter_coalesced`: this rank's share of the average of each tensor. Collective.
+    """Average each tensor over the ranks and return this rank's shares. Collective.
 
-    Stock makes a tensor of each share of each tensor, for hundreds of ranks more than a backward launches otherwise
-    (docs/reliability.md). Here large tensors that every rank has an equal part of are sent from where they lie, and
-    torch cuts the others at once (`_chunk_cat`, which FSDP2 packs gradients with).
+    It replaces DeepSpeed's `reduce_scatter_coalesced`, which makes a tensor for each share of each tensor; with
+    hundreds of ranks these are more launches than the rest of the backward (docs/reliability.md). Here large tensors
+    that divide equally are sent in place, and torch splits the others in one launch (`_chunk_cat`, as FSDP2 packs
+    gradients).
 
-    The bits are stock's with two ranks, over NCCL but for subnormal numbers (`_is_divided_by_backend`); of more ranks,
-    the order in which backends add may depend on how gradients are cut. Several tensors stay as they are: autograd may
-    hand out one storage as the gradients of two parameters.
+    With two ranks the result has the bits of DeepSpeed's, over NCCL except for subnormal numbers
+    (`_is_divided_by_backend`). With more ranks the order of additions may depend on how gradients are split. Several
+    tensors are not written to: autograd may hand out one storage as the gradients of two parameters.
 
     Args:
         tensors: contiguous, of one dtype and device, of the same sizes on all ranks. A single one that needs no padding
-            is written to, as in stock, where it has no place.
-        places: by tensor, where its share may be written (1-D, contiguous), which saves a copy to there.
+            is written to, as in DeepSpeed, unless it has a place.
+        places: for each tensor the memory that its share may be written to (1-D, contiguous), which saves a copy.
 
     Returns:
-        1-D, without padding: shorter or empty on the last ranks. What was written to its place is that tensor.
+        1-D shares without padding, shorter or empty on the last ranks. A share written to its place is that tensor.
     """
     numels = [tensor.numel() for tensor in tensors]
     if not any(numels):
@@ -73,9 +74,9 @@ def reduce_scatter_shares(
 
 
 def _place(place: Tensor | None, whole: Tensor, num_ranks: int) -> Tensor | None:
-    """`place`, if this rank's share of `whole` may be written there.
+    """Return `place` if this rank's share of `whole` may be written there, else None.
 
-    NCCL moves what does not begin at a multiple of 16 bytes one element at a time: copying it is faster.
+    NCCL moves a buffer that is not aligned to 16 bytes one element at a time: copying the result is faster.
     """
     if place is None or (place.dtype, place.device) != (whole.dtype, whole.device) or place.data_ptr() % 16:
         return None
@@ -83,9 +84,9 @@ def _place(place: Tensor | None, whole: Tensor, num_ranks: int) -> Tensor | None
 
 
 def _is_divided_by_backend(tensor: Tensor, num_ranks: int, group: dist.ProcessGroup | None) -> bool:
-    """Whether a reduction may average with a division's bits, but for subnormal numbers.
+    """Whether a reduction may average with a division's bits, except for subnormal numbers.
 
-    NCCL 2.28.9 multiplies by 1 / num_ranks in one instruction with the addition: what a division would round, an odd
-    multiple of the smallest number, is not rounded before the sum.
+    NCCL 2.28.9 multiplies by 1 / num_ranks in one instruction with the addition: an odd multiple of the smallest
+    number, which a division would round, is not rounded before the sum.
     """
     return tensor.is_cuda and num_ranks & (num_ranks - 1) == 0 and "nccl" in dist.get_backend(group)

@@ -14,20 +14,20 @@ from fp8_ds.comm.logged import all_gather, all_to_all, broadcast
 MAX_PADDING = 1.02
 """An uneven gather is padded to equal shares where that moves at most this factor more."""
 MAX_BROADCASTS = 16
-"""Owners up to which each broadcasts its run: NCCL has broadcasts one after another, each around the ring of all ranks.
-More owners than these first balance their shares."""
+"""Largest number of owners that each broadcast their run: NCCL runs broadcasts one after another, each around the ring
+of all ranks. With more owners shares are balanced first."""
 _BALANCED_ALIGNMENT = 128
-"""Bytes that equal shares are a multiple of, for NCCL's loads."""
+"""Equal shares are a multiple of this many bytes, for NCCL's loads."""
 
 
 def gather_method(runs: Sequence[Run], num_ranks: int, element_size: int, free_bytes: int = 0) -> str:
-    """How `gather_runs` moves these runs: "none", "even", "padded", "broadcast" or "balanced".
+    """Return how `gather_runs` moves these runs: "none", "even", "padded", "broadcast" or "balanced".
 
     Args:
         runs: non-empty runs in rank order.
         num_ranks: size of the group.
         element_size: bytes an element.
-        free_bytes: pad whatever the waste if the padded volume is at most this; a small gather costs latency,
+        free_bytes: pad, whatever the waste, if the padded volume is at most this: a small gather costs latency,
             not bytes.
     """
     if num_ranks == 1 or not runs:
@@ -42,7 +42,7 @@ def gather_method(runs: Sequence[Run], num_ranks: int, element_size: int, free_b
 
 
 def gathered_bytes(runs: Sequence[Run], num_ranks: int, element_size: int, free_bytes: int = 0) -> int:
-    """Bytes that `gather_runs` delivers to a rank, its own share included."""
+    """Return the bytes that `gather_runs` delivers to a rank, its own share included."""
     method = gather_method(runs, num_ranks, element_size, free_bytes)
     if method == "none":
         return 0
@@ -55,20 +55,20 @@ def gathered_bytes(runs: Sequence[Run], num_ranks: int, element_size: int, free_
 
 
 def _balanced_share(num_bytes: int, num_ranks: int) -> int:
-    """Bytes of each rank's equal share; fewer than `num_ranks` times the alignment are left over."""
+    """Return the bytes of each rank's equal share; fewer than `num_ranks` times the alignment are left over."""
     return num_bytes // (num_ranks * _BALANCED_ALIGNMENT) * _BALANCED_ALIGNMENT
 
 
 def equal_parts(owned: Sequence[range], part: int, rank: int) -> tuple[list[int], list[int]]:
-    """How much of whose run lies in whose part of a whole.
+    """Return how much of each rank's run lies in each rank's part of a whole.
 
     Args:
         owned: each rank's run of the whole, empty for a rank that owns nothing.
-        part: size of a part; rank k has `[k * part, (k + 1) * part)`, and what lies behind all parts nobody.
+        part: size of a part; rank k has `[k * part, (k + 1) * part)`, and nobody what lies behind all parts.
         rank: this one.
 
     Returns:
-        (of each rank's run what lies in this rank's part, of this rank's run what lies in each rank's part).
+        (elements of each rank's run in this rank's part, elements of this rank's run in each rank's part).
     """
     parts = [range(k * part, (k + 1) * part) for k in range(len(owned))]
     return [_shared(run, parts[rank]) for run in owned], [_shared(owned[rank], other) for other in parts]
@@ -79,18 +79,18 @@ def _shared(one: range, other: range) -> int:
 
 
 def gather_runs(group: dist.ProcessGroup, buffer: Tensor, runs: Sequence[Run], free_bytes: int = 0) -> int:
-    """Make every run of `buffer` equal on all ranks to what its owner has there.
+    """Copy every run of `buffer` from its owner to all ranks, in place. Collective.
 
-    Equal runs go in one in-place all-gather, nearly equal or small ones through a padded staging buffer, those of a few
-    owners by one broadcast each straight into place. (Padding to the largest share would move 1.15 bytes a weight on
-    Llama-3-8B, whose first and last ranks own mostly embedding.) Those of many owners take three collectives: an
-    all-to-all between neighbours cuts the whole into equal shares, an in-place all-gather follows, and an all-reduce of
+    Equal runs take one in-place all-gather, nearly equal or small runs a padded staging buffer, and runs of a few
+    owners one broadcast each, straight into place. (Padding to the largest share would move 1.15 bytes a weight on
+    Llama-3-8B, whose first and last ranks own mostly embedding.) Runs of many owners take three collectives: an
+    all-to-all between neighbours that splits the whole into equal shares, an in-place all-gather, and an all-reduce of
     the few bytes that do not divide.
 
     Args:
         group: process group; `Run.rank` counts within it.
         buffer: 1-D, any dtype the backend moves (FP8 as uint8: gloo has no float8).
-        runs: non-empty runs in rank order, not overlapping; the same on all ranks. What lies between two is padding.
+        runs: non-empty runs in rank order, not overlapping; the same on all ranks. Elements between two are padding.
         free_bytes: see `gather_method`.
 
     Returns:
@@ -130,7 +130,7 @@ def gather_runs(group: dist.ProcessGroup, buffer: Tensor, runs: Sequence[Run], f
 
 
 def _gather_balanced(group: dist.ProcessGroup, buffer: Tensor, runs: Sequence[Run]) -> None:
-    """`gather_runs` of many owners. What lies between two runs comes from the owner of the first."""
+    """Gather the runs of many owners; padding between two runs comes from the owner of the first."""
     num_ranks, rank, size = dist.get_world_size(group), dist.get_rank(group), buffer.element_size()
     first = runs[0].start * size
     whole = buffer.view(torch.uint8)[first : runs[-1].stop * size]

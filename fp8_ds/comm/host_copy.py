@@ -9,12 +9,13 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A tensor on the host, and what was last sent on its way into it.
+    """Copy of a tensor on the host, sent without waiting.
 
-    From CUDA it is sent on the current stream, into pinned memory; from elsewhere it has arrived when `send` returns.
+    From CUDA the tensor is sent on the current stream, into pinned memory; from elsewhere it has arrived when `send`
+    returns.
 
     Args:
-        like: of the shape, dtype and device of what will be sent.
+        like: tensor of the shape, dtype and device that will be sent.
     """
 
     def __init__(self, like: Tensor) -> None:
@@ -22,17 +23,17 @@ class HostCopy:
         self._arrived: Any = torch.cuda.Event() if like.is_cuda else None
 
     def send(self, x: Tensor) -> None:
-        """`x` as it is now sets out, and what was sent before is gone. Never waits.
+        """Start sending `x` as it is now; what was sent before is lost. Never waits.
 
         Args:
-            x: may be written again at once by the stream that it is sent on.
+            x: may be overwritten at once on the stream that it is sent on.
         """
         self._host.copy_(x, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record()
 
     def read(self) -> Tensor:
-        """What was last sent (something was), good until the next `send`. Waits until it has arrived."""
+        """Return what was last sent (something must have been), valid until the next `send`. Waits for its arrival."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._host

@@ -1,8 +1,8 @@
 """CompactLayout: where each tensor of one kind lies in a gather buffer, and which rank owns which bytes.
 
-Pure arithmetic, no tensors. ZeRO-1/2 cuts one flat group, FP8 weights and bf16 parameters mixed, into equal
-partitions. Each kind gets a buffer of its own in the order of the flat group. The cut is unchanged: a rank's share of
-a kind is the part of that kind inside its partition, a contiguous *run* of the compact buffer. Runs are uneven.
+Pure arithmetic, no tensors. ZeRO-1/2 splits one flat group, FP8 weights and bf16 parameters mixed, into equal
+partitions. Each kind gets a buffer of its own in the order of the flat group. Partitions are unchanged: a rank's share
+of a kind is the part of that kind inside its partition, a contiguous *run* of the compact buffer. Runs are uneven.
 
 Glossary: *flat*: DeepSpeed's group, in elements, padding included. *partition*: a rank's equal part of it. *slot*: a
 tensor's place in the compact buffer. *fragment*: the intersection of a tensor and a partition. *run*: all fragments
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 OUTSTANDING_UPDATE_BYTES = 1 << 26
-"""With gradient release: the most that bucket buffers take together with the copy that a reduction makes of one."""
+"""With gradient release: the most memory of bucket buffers, with the copy that a reduction makes of one."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class CompactLayout:
     numel: int
 
     def runs_of(self, index: int) -> tuple[Run, ...]:
-        """The fragments of tensor `index` as runs counted from the tensor's own start."""
+        """Return the fragments of tensor `index` as runs counted from the tensor's own start."""
         return tuple(
             Run(rank, fragment.tensor_start, fragment.tensor_start + fragment.numel)
             for rank, owned in enumerate(self.fragments)

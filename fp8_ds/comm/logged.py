@@ -1,6 +1,6 @@
-"""Our larger collectives, seen by DeepSpeed's comms_logger while it is on: it counts calls of deepspeed.comm alone.
+"""Our larger collectives, visible to DeepSpeed's comms_logger, which counts calls of deepspeed.comm alone.
 
-Off, or without DeepSpeed (Megatron), they are torch's own calls.
+With the logger off, or without DeepSpeed (Megatron), they are torch's own calls.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 def _logging() -> Any:
-    """DeepSpeed's collectives while its logger is on, else None."""
+    """Return DeepSpeed's collectives while its logger is on, else None."""
     if torch.compiler.is_compiling():
         return None
     theirs = sys.modules.get("deepspeed.comm.comm")
@@ -27,13 +27,13 @@ def _logging() -> Any:
 
 
 def booked(name: str, num_bytes: int, call: Callable[[], Any]) -> Any:
-    """What `call` returns, which issues one collective past deepspeed.comm; in the logger's books while it is on.
+    """Run `call`, which issues one collective past deepspeed.comm, and log it while the logger is on.
 
-    It waits for the device then, as the logger does after each of DeepSpeed's own.
+    With the logger on it waits for the device, as the logger does after each of DeepSpeed's own collectives.
 
     Args:
-        name: deepspeed.comm's of that kind.
-        num_bytes: as the logger counts them.
+        name: deepspeed.comm's name of that kind of collective.
+        num_bytes: size as the logger counts it.
     """
     if (theirs := _logging()) is None:
         return call()
@@ -48,13 +48,13 @@ def booked(name: str, num_bytes: int, call: Callable[[], Any]) -> Any:
 
 
 def all_gather(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
-    """`whole` (1-D) is every rank's `own`, in rank order; `own` may lie in it."""
+    """Gather every rank's `own` into `whole` (1-D), in rank order; `own` may lie in it."""
     gather = _all_gather if (theirs := _logging()) is None else theirs.all_gather_into_tensor
     gather(whole, own, group=group)
 
 
 def broadcast(values: Tensor, src: int, group: dist.ProcessGroup) -> Any:
-    """The handle of a broadcast under way from the global rank `src`."""
+    """Start a broadcast from the global rank `src` and return its handle."""
     return (_logging() or dist).broadcast(values, src=src, group=group, async_op=True)
 
 
@@ -72,5 +72,5 @@ def all_to_all(
     received_sizes: Sequence[int] | None = None,
     sent_sizes: Sequence[int] | None = None,
 ) -> None:
-    """`received` has what each rank had for this one in `sent`; equal parts where there are no sizes."""
+    """Send each rank its part of `sent`, and receive into `received`; parts are equal without sizes."""
     (_logging() or dist).all_to_all_single(received, sent, received_sizes, sent_sizes, group=group)

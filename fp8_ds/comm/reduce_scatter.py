@@ -1,12 +1,12 @@
-"""Reduce-scatter in one byte an element: each rank quantises once, all-to-all, and the destination adds in float64.
+"""Reduce-scatter in one byte an element: quantise once, exchange by all-to-all, add in float64 at the destination.
 
 FP8 is never added to FP8: a reduction that sums hop by hop rounds at every hop. Here a gradient is rounded once, to
 E4M3 with a power-of-two scale per 128 elements (as one byte, E8M0), and the de-quantised values are added exactly: the
 result is the same whichever rank held which addend.
 
-What travels from one rank to another is a block of `[num_groups * 128]` codes and `[num_groups]` exponents, filled up
-to a multiple of 16 bytes. Groups begin anew with every piece (a slice of one parameter), for a bias and the matrix
-beside it have different ranges; its last group is filled up with zeros.
+A message from one rank to another is a block of `[num_groups * 128]` codes and `[num_groups]` exponents, padded to a
+multiple of 16 bytes. Groups begin anew with every piece (a slice of one parameter), because a bias and the matrix
+beside it have different ranges; the last group of a piece is padded with zeros.
 
 Where few ranks keep all of a bucket, as in ZeRO-2 with many, they would receive it from every rank while the others
 idle. There each rank adds an equal part, and sends the sums on.
@@ -30,10 +30,10 @@ GROUP = 128
 """Elements that share one scale."""
 
 _WORTH_A_COLLECTIVE = 0.8
-"""Of the bytes that the busiest rank receives: what a second collective must leave of them."""
+"""A second collective must bring the bytes that the busiest rank receives below this share."""
 
 _MANY = 16
-"""Destinations: for more the sums cost less than so many launches."""
+"""With more destinations than this the sums cost less than so many launches."""
 _ALIGNMENT = 16
 _CHUNK_GROUPS = 1 << 16
 """Groups quantised or added at a time: 8 Mi elements, which bounds the float32 and float64 temporaries."""
@@ -47,7 +47,7 @@ _MANTISSA_OF_MAX = 0x600000
 
 
 def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`x` in E4M3, each group by the largest power of two that does not saturate it; to nearest even.
+    """Quantise `x` to E4M3, each group by the largest power of two that does not saturate it; to nearest even.
 
     Args:
         x: float32 [..., 128].
@@ -66,34 +66,34 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_groups(codes: Tensor, exponents: Tensor) -> Tensor:
-    """float32 [..., 128] of what `quantize_groups` gave; exact."""
+    """Return float32 [..., 128] from the output of `quantize_groups`; exact."""
     return codes.float() * (exponents.int() << 23).view(torch.float32)[..., None]
 
 
 def num_groups(sizes: Sequence[int]) -> int:
-    """Of pieces of so many elements."""
+    """Return the number of groups of pieces with these numbers of elements."""
     return sum(-(-size // GROUP) for size in sizes)
 
 
 def block_bytes(groups: int) -> int:
-    """Size of the block that carries so many groups."""
+    """Return the size of a block that carries this many groups."""
     return groups * GROUP + -(-groups // _ALIGNMENT) * _ALIGNMENT
 
 
 def _views(blocks: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """(codes float8_e4m3fn [rows, groups, 128], exponents uint8 [rows, groups]) of blocks [rows, bytes], in place."""
+    """View blocks [rows, bytes] as (codes float8_e4m3fn [rows, groups, 128], exponents uint8 [rows, groups])."""
     codes = blocks[:, : groups * GROUP].view(E4M3.torch_dtype).unflatten(1, (groups, GROUP))
     return codes, blocks[:, groups * GROUP : groups * GROUP + groups]
 
 
 def _slices(groups: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """The elements of pieces of these sizes in [num_groups, 128], where each begins a group."""
+    """Return the elements of pieces of these sizes in [num_groups, 128], where each begins a group."""
     flat = groups.view(-1)
     return [flat.narrow(0, start, size) for start, size in zip(_starts(sizes), sizes, strict=False)]
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:
-    """Elements before each piece where each begins a group, and before what follows the last one."""
+    """Return the first element of each piece, where each begins a group, and the end of the last one."""
     return [0, *accumulate(num_groups([size]) * GROUP for size in sizes)]
 
 
@@ -102,12 +102,12 @@ def _numels(pieces: Sequence[Tensor]) -> list[int]:
 
 
 def pack(blocks: Tensor, groups: int, dtype: torch.dtype, fill: Callable[[Tensor, int], None]) -> None:
-    """Quantise what `fill` brings into `blocks`.
+    """Quantise into `blocks` what `fill` brings.
 
     Args:
         blocks: uint8 [rows, block_bytes(groups)].
-        groups: of each block, at least one.
-        dtype: of what is brought: bf16 or float32.
+        groups: number in each block, at least one.
+        dtype: bf16 or float32, in which `fill` writes.
         fill: fill(staging, first) writes the blocks from `first` on into zeros [some, groups * 128]: one block, or as
             many as fit into a chunk.
     """
@@ -124,15 +124,15 @@ def pack(blocks: Tensor, groups: int, dtype: torch.dtype, fill: Callable[[Tensor
 
 
 def unpack_sum(blocks: Tensor, groups: int, dtype: torch.dtype, factor: float) -> Tensor:
-    """`factor` times the sum of what `blocks` hold, [groups, 128].
+    """Return `factor` times the sum of the values in `blocks`, [groups, 128].
 
-    In float64: an addend is a multiple of `2**-9 * scale_inv` and below `2**9 * scale_inv`, so N ranks add exactly as
-    long as a group's scales lie within `2**35 / N` of each other (float32: `2**6 / N`).
+    The sum is in float64: an addend is a multiple of `2**-9 * scale_inv` and below `2**9 * scale_inv`, so N ranks add
+    exactly as long as a group's scales lie within `2**35 / N` of each other (float32: `2**6 / N`).
 
     Args:
         blocks: uint8 [ranks, block_bytes(groups)], each from a `pack` of pieces of the same sizes.
-        groups: of each block.
-        dtype: of the result; the one rounding after the quantisation.
+        groups: number in each block.
+        dtype: of the result; converting to it is the one rounding after the quantisation.
         factor: 1 / N for an average.
     """
     total = torch.empty(groups, GROUP, dtype=dtype, device=blocks.device)
@@ -153,10 +153,10 @@ def unpack_sum(blocks: Tensor, groups: int, dtype: torch.dtype, factor: float) -
 def reduce_scatter_fp8(
     group: dist.ProcessGroup, pieces: Sequence[Sequence[Tensor]], dtype: torch.dtype, factor: float
 ) -> tuple[list[Tensor], int]:
-    """The sum over ranks of what they have for this rank, times `factor`. Collective.
+    """Sum the pieces that all ranks have for this rank, times `factor`. Collective.
 
-    One all-to-all of bytes to whom the pieces are for; where these are few (`is_balanced`), one that gives every rank
-    an equal part to add, and one of the sums: the same bits.
+    One all-to-all sends each piece to its destination. Where `is_balanced` says so, one all-to-all gives every rank an
+    equal part to add, and another sends the sums on, with the same bits.
 
     Args:
         group: of two or more ranks.
@@ -180,11 +180,10 @@ def reduce_scatter_fp8(
 
 
 def is_balanced(groups: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether `reduce_scatter_fp8` gives every rank an equal part to add: by what the busiest rank receives, and where
-    pieces are for many ranks.
+    """Whether every rank adds an equal part: with many destinations, or if the busiest rank then receives less.
 
     Args:
-        groups: for each rank, those that it keeps.
+        groups: for each rank the number that it keeps.
         dtype: of the sums.
     """
     if sum(count > 0 for count in groups) > _MANY:
@@ -205,7 +204,7 @@ def _to_owners(
     dtype: torch.dtype,
     factor: float,
 ) -> tuple[Tensor, int]:
-    """Sums [groups, 128] of this rank's pieces, each rank adding its own."""
+    """Sum [groups, 128] of this rank's pieces, each rank adding its own."""
     num_ranks, rank = len(pieces), dist.get_rank(group)
     device = next(piece.device for of_rank in pieces for piece in of_rank)
     sizes = [block_bytes(of_rank) for of_rank in groups]
@@ -232,7 +231,7 @@ def _to_all(
     dtype: torch.dtype,
     factor: float,
 ) -> tuple[Tensor, int]:
-    """Sums [groups, 128] of this rank's pieces, each rank adding as many groups of all pieces as any other."""
+    """Sum [groups, 128] of this rank's pieces, each rank adding an equal number of groups of all pieces."""
     rank = dist.get_rank(group)
     flat, part = [piece for of_rank in pieces for piece in of_rank], _equal_part(groups)
     starts = _starts(_numels(flat))
@@ -269,7 +268,7 @@ def _add_equal_blocks(
     dtype: torch.dtype,
     factor: float,
 ) -> tuple[Tensor, int]:
-    """Sums [groups, 128] of what `fill` (see `pack`; in `like`'s dtype) brings for this rank; bytes sent."""
+    """Sum [groups, 128] of what `fill` (see `pack`; in `like`'s dtype) brings for this rank; also return bytes sent."""
     message = torch.empty(dist.get_world_size(group), block_bytes(groups), dtype=torch.uint8, device=like.device)
     pack(message, groups, like.dtype, fill)
     received = torch.empty_like(message)
@@ -280,7 +279,7 @@ def _add_equal_blocks(
 
 
 def equal_shares(numels: Sequence[int], num_ranks: int, rank: int) -> tuple[list[int], list[int]]:
-    """As ZeRO-3 cuts tensors of so many elements: (each one's share, what this rank has of it, less at the end)."""
+    """Return (the share of each tensor as ZeRO-3 splits it, this rank's elements of it, fewer on the last ranks)."""
     shares = [-(-numel // num_ranks) for numel in numels]
     return shares, [max(0, min(share, numel - rank * share)) for numel, share in zip(numels, shares, strict=True)]
 
@@ -288,7 +287,7 @@ def equal_shares(numels: Sequence[int], num_ranks: int, rank: int) -> tuple[list
 def reduce_scatter_fp8_shares(
     group: dist.ProcessGroup, tensors: Sequence[Tensor], dtype: torch.dtype, factor: float
 ) -> tuple[list[Tensor], int]:
-    """`reduce_scatter_fp8` of tensors that are each cut into equal shares, as ZeRO-3 has them, by one all-to-all.
+    """Apply `reduce_scatter_fp8` to tensors that are each split into equal shares, as in ZeRO-3, by one all-to-all.
 
     Args:
         group: of two or more ranks.

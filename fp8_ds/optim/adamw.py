@@ -27,7 +27,7 @@ from fp8_ds.optim.user_writes import overwrite, write_low
 from fp8_ds.scaling.predicted import PredictedScales, check_betas
 
 SMALLEST_EPS = 1e-30
-"""Its reciprocal is a normal float32."""
+"""The smallest eps; its reciprocal is a normal float32."""
 
 
 class Fp8AdamW(torch.optim.Optimizer):
@@ -36,12 +36,12 @@ class Fp8AdamW(torch.optim.Optimizer):
     A parameter's master weight follows from its dtype: float32 is its own master; bf16 gets 8 more bits ("bf16_8").
     A param group may say otherwise with the key "master": "fp32" keeps float32 masters of bf16 parameters; "e4m19" and
     "e4m11" store its bf16 parameters in FP8, the byte being the high part of the master (for the weights of Fp8Linear
-    layers). Those become `Fp8Parameter`s in place: `p.data` is a placeholder, readers get de-quantised values. Steps go
-    on from what is written into a parameter and from data that replace its own; its shape, dtype and device stay.
+    layers). Those become `Fp8Parameter`s in place: `p.data` is a placeholder, readers get de-quantised values. Steps
+    start from values written into a parameter and from data that replaces its own; shape, dtype and device must stay.
 
     Differences from torch.optim.AdamW: the update is clamped to the bound that exact Adam obeys; a step with an
     infinite or NaN gradient is skipped as a whole; `state_dict` has float32 moments under torch's names, "master" where
-    the master is not the parameter ("scale_inv" beside it in FP8), and "bound_sum" where betas have moved. After the
+    the master is not the parameter ("scale_inv" beside it in FP8), and "bound_sum" where betas have changed. After the
     first step `state[p]` has the same entries, each decoded into a copy when it is read and quantised when it is set.
 
     Args:
@@ -50,17 +50,17 @@ class Fp8AdamW(torch.optim.Optimizer):
         betas: with beta1**2 < beta2.
         eps: >= 1e-30.
         weight_decay: >= 0.
-        decoupled: AdamW or Adam.
-        seed: of the rounding noise of 8-bit low parts.
-        check_finite: look for infinities and NaN in the gradients first (one more read of them).
+        decoupled: true for AdamW, false for Adam.
+        seed: seed of the rounding noise of 8-bit low parts.
+        check_finite: whether to look for infinities and NaN in the gradients first (one more read of them).
 
     Raises:
         ValueError: a number out of its range, an unknown master, a dtype that is neither float32 nor bf16, a parameter
-            that is there twice.
+            given twice.
     """
 
     is_dense = False
-    """Set by the ZeRO optimizer while stock code works on dense states, which it absorbs afterwards."""
+    """Set by the ZeRO optimizer while DeepSpeed works on dense states, which are absorbed afterwards."""
 
     def __init__(
         self,
@@ -88,13 +88,14 @@ class Fp8AdamW(torch.optim.Optimizer):
 
     @classmethod
     def take_over(cls, client: torch.optim.Optimizer, *, seed: int = 0) -> Fp8AdamW:
-        """An optimizer in place of `client`, for a ZeRO optimizer to `manage`; it keeps the list `client.param_groups`.
+        """Make an optimizer in place of `client`, for a ZeRO optimizer to `manage`, with the list
+        `client.param_groups`.
 
         Args:
             client: torch's Adam or AdamW, or DeepSpeed's FusedAdam, that has not stepped yet.
 
         Raises:
-            UnsupportedError: another optimizer, or an option of it that FP8 states do not have.
+            UnsupportedError: `client` is another optimizer, or has an option that FP8 states do not have.
         """
         new = cls.__new__(cls)
         new._core = None
@@ -125,11 +126,11 @@ class Fp8AdamW(torch.optim.Optimizer):
         self._core = core
 
     def flat_params(self) -> list[Any]:
-        """The tensors in the param groups, in the order of rows."""
+        """Return the tensors in the param groups, in the order of rows."""
         return [p for group in self.param_groups for p in group["params"]]
 
     def _build(self) -> None:
-        """Masters for all parameters; bf16 ones of groups with FP8 masters are retyped."""
+        """Make masters for all parameters; retype bf16 ones of groups with FP8 masters."""
         chosen = [(p, g, _format_of(p, group)) for g, group in enumerate(self.param_groups) for p in group["params"]]
         if not chosen:
             raise ValueError("params: expected at least one parameter, got none.")
@@ -155,7 +156,7 @@ class Fp8AdamW(torch.optim.Optimizer):
         self._params = [ParamState(self._core, row, p) for row, (p, _, _) in enumerate(chosen)]
 
     def _follow(self) -> None:
-        """Masters and moments follow what has been done to parameters and to `state`; the groups' must be the same."""
+        """Update masters and moments to changes of parameters and of `state`; the groups must be the same."""
         params = self.flat_params()
         if [id(p) for p in params] != [id(held.param) for held in self._params]:
             raise UnsupportedError(
@@ -196,7 +197,7 @@ class Fp8AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _overwrite(self, shard: AdamShard, value: Tensor) -> None:
-        """A user has written into an FP8 parameter: the value becomes its master, but where it is what was read."""
+        """Make a value that a user wrote into an FP8 parameter its master, except elements that equal what was read."""
         if not shard.numel:
             return
         scales, flat = self.core.scales, value.reshape(-1)
@@ -210,10 +211,10 @@ class Fp8AdamW(torch.optim.Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, before the optimizer is built.
+        """Add a group as torch's optimizers do, before the optimizer is built.
 
         Raises:
-            UnsupportedError: afterwards.
+            UnsupportedError: the optimizer is built already.
         """
         if self._core is not None:
             raise UnsupportedError(
@@ -224,7 +225,7 @@ class Fp8AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of all parameters that have a gradient; under ZeRO a RuntimeError, for the engine steps them."""
+        """Update all parameters that have a gradient. Under ZeRO it raises RuntimeError, for the engine steps them."""
         if self._is_managed:
             raise RuntimeError("Fp8AdamW.step: expected to be called by nobody under ZeRO. Call engine.step().")
         loss = None
@@ -252,10 +253,11 @@ class Fp8AdamW(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's Adam would give it: "step", "exp_avg", "exp_avg_sq" in float32, on the CPU under ZeRO. Lossless.
+        """Return the state that torch's Adam would: "step", "exp_avg", "exp_avg_sq" in float32. Lossless.
 
-        "master" (float32) is there where it is neither the parameter nor kept by ZeRO, and with it "scale_inv" (0-dim)
-        where the parameter is FP8. Of such a parameter there is a state before the first step, too, of zeros.
+        Under ZeRO it is on the CPU. "master" (float32) is there where it is neither the parameter nor kept by ZeRO, and
+        with it "scale_inv" (0-dim) where the parameter is FP8. Such a parameter has a state of zeros before the first
+        step, too.
         """
         if self._core is None or (self._is_managed and any(self.state.values())):
             return super().state_dict()
@@ -277,7 +279,7 @@ class Fp8AdamW(torch.optim.Optimizer):
                 held.clear()
 
     def _dense_flats(self) -> dict[Any, dict[str, Tensor]]:
-        """State under ZeRO by flat tensor, as torch's Adam has it, on the CPU; none before the first step."""
+        """Return the state under ZeRO by flat tensor, as in torch's Adam, on the CPU; empty before the first step."""
         core, found = self.core, {}
         if not core.has_moments:
             return {}
@@ -292,8 +294,8 @@ class Fp8AdamW(torch.optim.Optimizer):
         Parameters without a state in it (it was saved before their first step) have none afterwards, as in torch.
 
         Raises:
-            ValueError: groups or parameters differ in number, a state has not its parameter's shape, is not finite or
-                lacks an entry. Nothing has changed then.
+            ValueError: groups or parameters differ in number, or a state lacks an entry, is not finite or has another
+                shape than its parameter. Nothing has changed then.
         """
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -328,7 +330,7 @@ class Fp8AdamW(torch.optim.Optimizer):
             post_hook(self)
 
     def load_groups(self, saved_groups: Sequence[dict[str, Any]]) -> None:
-        """Take over what the groups of a state_dict say but masters' formats; no states.
+        """Take over the options in the groups of a state_dict except masters' formats; no states.
 
         Raises:
             ValueError: groups or parameters differ in number, or a number is out of its range.
@@ -337,7 +339,7 @@ class Fp8AdamW(torch.optim.Optimizer):
             group.update(loaded)
 
     def _checked_groups(self, saved_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The groups as `load_groups` leaves them; nothing changes yet."""
+        """Return the groups as `load_groups` leaves them; change nothing yet."""
         groups = self.param_groups
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved_groups]:
             raise ValueError(
@@ -351,10 +353,10 @@ class Fp8AdamW(torch.optim.Optimizer):
         return loaded
 
     def absorb_dense(self, params: list[Any] | None = None) -> None:
-        """Quantise what stock code has put into `self.state` (float32, one entry per flat tensor), and empty it.
+        """Quantise the dense states in `self.state` (float32, one entry per flat tensor), and empty it.
 
         Args:
-            params: flat tensors in order of their rows; None: those in the param groups.
+            params: flat tensors in the order of their rows; None: those in the param groups.
         """
         found = [self.state.get(p) for p in (self.flat_params() if params is None else params)]
         if any(found):
@@ -433,11 +435,11 @@ def _flat_grad(p: Any) -> Tensor | None:
 
 
 def _has_nonfinite(grads: list[Tensor]) -> Tensor:
-    """int32, 0-dim on the device: 1 where a gradient holds an infinity, a NaN, or what overflows when squared."""
+    """Return int32, 0-dim on the device: 1 if a gradient holds an infinity, a NaN, or overflows when squared."""
     norms = torch.stack(list(torch._foreach_norm(grads, 2, dtype=torch.float32)))
     return (~torch.isfinite(norms).all()).int()
 
 
 def weight_id(name: str) -> int:
-    """Number of a weight for rounding noise, from its name: the same in every run and on every rank."""
+    """Return the number of a weight for rounding noise, from its name: the same in every run and on every rank."""
     return zlib.crc32(name.encode())

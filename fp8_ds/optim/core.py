@@ -1,4 +1,4 @@
-"""AdamCore: one Adam step over all shards, by whoever owns the gradients (a torch optimizer, or ZeRO)."""
+"""AdamCore: one Adam step over all shards, for whoever owns the gradients (a torch optimizer, or ZeRO)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ V = TypeVar("V")
 
 _BETAS = slice(1, 3)
 _CYCLES_BETAS = "max_momentum"
-"""Key of a group whose beta1 one of torch's schedulers moves (CyclicLR, OneCycleLR)."""
+"""Key of a group whose beta1 is changed by one of torch's schedulers (CyclicLR, OneCycleLR)."""
 _DIGEST_BITS = 24
 _KEPT_STEPS = 4
 
 
 class _Constant(IntEnum):
-    """Rows of what a step needs of a parameter group, found on the host: the fewer operators on the device."""
+    """Rows of a parameter group's constants in a step, computed on the host to save operators on the device."""
 
     BETA1 = 0
     BETA2 = 1
@@ -46,10 +46,10 @@ class _Constant(IntEnum):
 
 
 class StepCache(Generic[K, V]):
-    """Values by key, of sets of shards: buckets mostly are what they were in the last step.
+    """Values by key, for sets of shards: buckets are mostly the same in every step.
 
-    One that was not asked for in four steps is gone, or memory would grow where layers are dropped at random. One that
-    a CUDA graph was captured with stays: the graph reads its tensors.
+    A value that was not requested for four steps is dropped, or memory would grow where layers are dropped at random. A
+    value that a CUDA graph was captured with stays: the graph reads its tensors.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class StepCache(Generic[K, V]):
         return len(self._values)
 
     def get(self, key: K, make: Callable[[], V]) -> V:
-        """The value of `key`, made if there is none."""
+        """Return the value of `key`, made if there is none."""
         if key not in self._values:
             self._values[key] = make()
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
@@ -70,7 +70,7 @@ class StepCache(Generic[K, V]):
         return self._values[key]
 
     def next_step(self) -> None:
-        """A step begins."""
+        """Begin a step, and drop old values."""
         self._step += 1
         for key in [key for key, step in self._last_step.items() if step < self._step - _KEPT_STEPS]:
             del self._values[key], self._last_step[key]
@@ -81,18 +81,18 @@ class StepCache(Generic[K, V]):
 
 
 class AdamCore:
-    """Counts, hyperparameters, scales and shards.
+    """Step counts, hyperparameters, scales and shards of Adam.
 
     Args:
-        flats: what the optimizer sees as parameters, in rows 0, 1, ...
+        flats: tensors that the optimizer sees as parameters, in rows 0, 1, ...
         row_groups: for each row the index of its parameter group.
-        scales: of the FP8 masters, None where there are none.
-        device: of the shards.
-        decoupled: AdamW, or Adam (L2).
-        seed: of the rounding noise.
+        scales: those of the FP8 masters; None if there are none.
+        device: that of the shards.
+        decoupled: true for AdamW, false for Adam (L2).
+        seed: seed of the rounding noise.
 
     Attributes:
-        weight_moves: bool [num_weights], by entry in the scale vectors: it is trained.
+        weight_moves: bool [num_weights], by entry in the scale vectors: whether it is trained.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class AdamCore:
                 self._weight_rows[shard.scale_index] = shard.group
 
     def set_weight_rows(self, rows: Sequence[int | None]) -> None:
-        """Row of every FP8 weight, those that this rank holds nothing of included. None: a frozen one, never moved."""
+        """Set the row of every FP8 weight, also of those without a shard on this rank; None for a frozen weight."""
         self._weight_rows = torch.tensor([row or 0 for row in rows], dtype=torch.long, device=self.device)
         self.weight_moves = torch.tensor([row is not None for row in rows], dtype=torch.bool, device=self.device)
 
@@ -134,14 +134,14 @@ class AdamCore:
         return all(map(has_moments, self.shards))
 
     def allocate(self) -> None:
-        """Moments of zeros where there are none yet."""
+        """Allocate moments of zeros where there are none yet."""
         for shard in self.shards:
             if not has_moments(shard):
                 allocate_moments(shard, self.device)
 
     @torch.no_grad()
     def forget(self, row: int) -> None:
-        """Row `row` is as before its first step: moments of zeros, in place, and a count of 0."""
+        """Reset row `row` to before its first step: moments of zeros, in place, and a count of 0."""
         self.step_count[row] = 0
         self.sums.set(row, None)
         for piece in self.flats[row].pieces:
@@ -149,7 +149,7 @@ class AdamCore:
                 moment.zero_()
 
     def moved(self) -> None:
-        """Tensors of shards lie elsewhere now: tables of their addresses are made anew."""
+        """Drop the tables of addresses, because tensors of shards have moved."""
         self._prepared.clear()
 
     @torch.no_grad()
@@ -161,11 +161,11 @@ class AdamCore:
         skip: Tensor | None = None,
         moves: Tensor | None = None,
     ) -> StepInputs:
-        """Count the step, and find its numbers and the next scales, all on the device.
+        """Count the step, and compute its numbers and the next scales, all on the device.
 
         Args:
-            grad_scale: float32, 0-dim, gradients are multiplied by it; None: 1.
-            skip: int32, 0-dim, nothing happens unless it is 0; None: 0.
+            grad_scale: float32, 0-dim, factor of the gradients; None: 1.
+            skip: int32, 0-dim; nothing happens unless it is 0; None: 0.
             moves: bool [num_rows], rows that take part; None: all.
         """
         constants = self._device_constants(param_groups)  # first: it may raise, and nothing has changed then
@@ -202,7 +202,7 @@ class AdamCore:
 
         Args:
             grads: 1-D, one per shard (None: leave it), or per chosen shard.
-            inputs: of `begin`.
+            inputs: from `begin`.
             chosen: indices of the shards; None: all.
         """
         key = tuple(chosen) if chosen is not None else (-1,)
@@ -210,7 +210,7 @@ class AdamCore:
         self._prepared.get(key, lambda: prepare(shards))(grads, inputs)
 
     def end(self) -> None:
-        """All shards are updated: their scales are in force, and their amaxes travel."""
+        """Put the new scales into force, after all shards are updated, and start reducing amaxes."""
         if self.scales.num:
             self.scales.commit()
         self.scales.start_reduce()
@@ -219,17 +219,17 @@ class AdamCore:
     def follow(self, param_groups: Sequence[dict[str, Any]]) -> None:
         """Take the betas of `param_groups` for the steps to come; the steps so far had those before.
 
-        There is S where a scheduler moves betas, from the first step on: torch.distributed.checkpoint loads only what a
-        new run has, too.
+        The sum that bounds an update exists from the first step on where a scheduler moves betas:
+        torch.distributed.checkpoint loads only entries that a new run has, too.
         """
         self._device_constants(param_groups)
         self._end_constant_betas([_CYCLES_BETAS in group for group in param_groups])
 
     def _hyper(self, constants: Tensor, steps: Tensor) -> Tensor:
-        """float32 [num_rows, 16] from float64 [len(_Constant), num_groups].
+        """Return float32 [num_rows, 16] from float64 [len(_Constant), num_groups].
 
         Args:
-            steps: bool [num_rows] or 0-dim, which rows the step is counted for.
+            steps: bool [num_rows] or 0-dim: the rows that count the step.
         """
         constants = constants.index_select(1, self._row_groups)
         t = self.step_count.clamp(min=1).double()
@@ -254,7 +254,7 @@ class AdamCore:
         return torch.stack([columns[column] for column in sorted(columns)] + unused, dim=1).float()
 
     def _end_constant_betas(self, groups: Sequence[bool]) -> None:
-        """S is found in these parameter groups, of steps that all had the betas of `_constants`."""
+        """Compute the bound sum of these groups, whose steps so far all had the betas of `_constants`."""
         if self.sums.are_constant(groups) and self.has_moments:  # else there was no step
             constants = self._constants.index_select(1, self._row_groups)
             factor, one_minus_ratio = constants[_Constant.BOUND], constants[_Constant.ONE_MINUS_RATIO]
@@ -263,14 +263,14 @@ class AdamCore:
 
     @torch.no_grad()
     def digest(self, param_groups: Sequence[dict[str, Any]]) -> Tensor:
-        """float32 [24] of zeros and ones, on the device, of what `begin` takes from the groups but tensors."""
+        """Return float32 [24] of zeros and ones, on the device, from the groups' numbers except tensors."""
         self._device_constants(param_groups)
         return self._digest
 
     def _device_constants(self, param_groups: Sequence[dict[str, Any]]) -> Tensor:
-        """float64 [len(_Constant), num_groups]; copied to the device when a number has changed.
+        """Return float64 [len(_Constant), num_groups]; copied to the device when a number has changed.
 
-        An lr that is a tensor is read there.
+        A learning rate that is a tensor is read there.
         """
         host = tuple(_numbers_of(group) for group in param_groups)
         if host != self._host_numbers:
@@ -309,7 +309,7 @@ def _numbers_of(group: dict[str, Any]) -> tuple[float, ...]:
 def _constants_of(
     lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, *, decoupled: bool
 ) -> list[float]:
-    """In the order of `_Constant`; each sum, product, quotient and root is a float64, as the device would have it."""
+    """Return the constants in the order of `_Constant`, each operation in float64, as on the device."""
     ratio = beta1 * beta1 / beta2
     constants = {
         _Constant.BETA1: beta1,

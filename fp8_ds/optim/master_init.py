@@ -1,4 +1,4 @@
-"""First masters, of weights that are bf16 numbers: one of many float32 numbers each, that round to them.
+"""First masters of bf16 weights: each is one of the many float32 numbers that round to the weight.
 
 By a power of two one bf16 number in 16 lies exactly between two FP8 numbers, and the first update, however small, moves
 half of these by a whole step of FP8. So a first master takes noise below bf16's last bit: read as bf16 it is the
@@ -17,15 +17,15 @@ from fp8_ds.optim.states import CHUNK, chunks
 from fp8_ds.scaling.predicted import PredictedScales
 
 _BF16_DROPS = 16
-"""Bits of float32 below bf16's."""
+"""Number of float32's bits below bf16's last one."""
 _STEP = 0
-"""Steps of training count from 1."""
+"""Step of the first masters' noise; steps of training count from 1."""
 
 
 def encode_first(
     value: Tensor, fmt: MasterFormat, scale_inv: Tensor, amax: Tensor, seed: int, param_id: int, start: int
 ) -> tuple[Tensor, Tensor]:
-    """(hi, lo) of `value` with noise of less than half a step of bf16; without, where bf16 of it would differ.
+    """Return (hi, lo) of `value` with noise below half a bf16 step; without noise where its bf16 would differ.
 
     Args:
         value: bf16 [numel], elements from `start` on of parameter `param_id`.
@@ -49,7 +49,7 @@ def encode_first(
 
 @torch.no_grad()
 def write_first(shard: AdamShard, value: Tensor, scales: PredictedScales, seed: int) -> None:
-    """`value` (bf16 [shard.numel]) becomes the master of an FP8 shard."""
+    """Make `value` (bf16 [shard.numel]) the master of an FP8 shard."""
     assert shard.lo is not None
     scale_inv, amax = scales.scale_inv[shard.scale_index], scales.amax[shard.scale_index]
     for first, count, padded, _ in chunks(shard):
@@ -63,10 +63,10 @@ def write_first(shard: AdamShard, value: Tensor, scales: PredictedScales, seed: 
 def write_first_codes(
     codes: Tensor, value: Tensor, fmt: MasterFormat, scales: PredictedScales, index: int, seed: int, param_id: int
 ) -> None:
-    """`codes` (uint8 [numel]) are the high parts of the first masters of a whole weight, of `value` (bf16 [numel]).
+    """Write the high parts of the first masters of a whole weight, `value` (bf16 [numel]), to `codes` (uint8 [numel]).
 
     Args:
-        index: of the weight in `scales`.
+        index: position of the weight in `scales`.
     """
     for start in range(0, value.numel(), CHUNK):
         piece = value[start : start + CHUNK]

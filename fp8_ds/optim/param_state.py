@@ -16,10 +16,10 @@ from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.states import CHUNK, MOMENTS, absorb_flat, dense_flat, has_moments
 
 BOUND_SUM = "bound_sum"
-"""Entry of a state whose betas have moved, float64: what bounds its update (scaling/predicted.py)."""
+"""Key of the sum that bounds an update (scaling/predicted.py), float64, in a state whose betas have changed."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NUM_STEPS = 2**31
-"""Rounding noise has counts below this (numerics/rounding.py)."""
+"""Step counts are below this, for rounding noise (numerics/rounding.py)."""
 _NUMBERS = ("step", "scale_inv", BOUND_SUM)
 _REMEDY = "Load what was saved for the same parameters, in the same order."
 
@@ -27,13 +27,13 @@ _REMEDY = "Load what was saved for the same parameters, in the same order."
 class ParamState(MutableMapping[str, Any]):
     """A parameter and its shard, outside ZeRO; as a mapping, its state in the dense form that torch's Adam has.
 
-    An item is decoded when it is read, into a tensor of its own, and quantised when it is set. A master that is not in
-    the parameter's own memory is a copy of it (of bf16 in float32, or of other strides): it follows what others write
-    there, and the parameter follows each step.
+    An item is decoded when it is read, into a tensor of its own, and quantised when it is set. A master outside the
+    parameter's own memory is a copy of it (of bf16 in float32, or of other strides): it follows what others write to
+    the parameter, and the parameter follows each step.
 
     Args:
-        core: that steps it.
-        row: of the parameter in it.
+        core: owner of the shard.
+        row: row of the parameter in `core`.
         param: float32 or bf16; an Fp8Parameter where its master is FP8.
     """
 
@@ -102,12 +102,12 @@ class ParamState(MutableMapping[str, Any]):
 
     @torch.no_grad()
     def follow(self) -> None:
-        """The master follows what has been done to the parameter: other data (`p.data = `, `module.to`), other values.
+        """Update the master to the parameter's new data (`p.data = `, `module.to`) or new values.
 
         Low parts stay: they are less than half a step of bf16.
 
         Raises:
-            UnsupportedError: it has another shape, dtype or device than at construction.
+            UnsupportedError: the parameter has another shape, dtype or device than at construction.
         """
         shard, p = self.shard, self.param
         if shard.fmt.is_fp8:
@@ -135,22 +135,22 @@ class ParamState(MutableMapping[str, Any]):
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """The parameter follows its master."""
+        """Copy the master to the parameter, unless they share memory."""
         if not self.is_in_place:
             self.param.copy_(self.shard.hi.view(self.param.shape))
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a state that `checked_state` gave."""
+        """Take over a state from `checked_state`."""
         absorb_state(self._core, self._row, state)
         if "master" in state:
             self.write_back()
 
 
 def checked_state(name: str, shape: torch.Size, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The entries that a parameter of this shape takes from a state; others are ignored.
+    """Return the entries that a parameter of this shape takes from a state; ignore others.
 
     Raises:
-        ValueError: an entry is missing, or has another shape, or values that it cannot have.
+        ValueError: an entry is missing, or has another shape or impossible values.
         UnsupportedError: an entry is a DTensor.
     """
     if any(key not in state for key in ("step", *MOMENTS)):
@@ -204,7 +204,7 @@ def _is_possible(key: str, value: Tensor) -> bool:
 def absorb_state(core: AdamCore, row: int, state: Mapping[str, Any]) -> None:
     """Quantise the entries that `state` has into the shards of row `row`.
 
-    Both moments without the sum that bounds them are those of steps with the betas that `core` follows.
+    Without a bound sum, both moments count as those of steps with the betas that `core` follows.
     """
     flat = core.flats[row]
     if "master" in state:
@@ -228,6 +228,6 @@ def absorb_state(core: AdamCore, row: int, state: Mapping[str, Any]) -> None:
 
 
 def amax_of(value: Tensor) -> Tensor:
-    """float32, 0-dim: the largest magnitude; 0 where there are no elements."""
+    """Return the largest magnitude, float32, 0-dim; 0 if there are no elements."""
     value = value.float()
     return torch.linalg.vector_norm(value, float("inf")) if value.numel() else value.new_zeros(())

@@ -41,7 +41,7 @@ class Flat:
     """A tensor that the optimizer sees as one parameter, and the shards it is made of; gaps are padding.
 
     Args:
-        row: hyperparameter row, and entry in the step counts.
+        row: index of its hyperparameters and of its step count.
         numel: elements, padding included.
     """
 
@@ -51,7 +51,7 @@ class Flat:
 
 
 def allocate_moments(shard: AdamShard, device: torch.device) -> None:
-    """Moments of zeros."""
+    """Allocate moments of zeros."""
     shard.m = torch.zeros(shard.num_groups * GROUP, dtype=torch.uint8, device=device)
     shard.v = torch.zeros(shard.num_groups * GROUP, dtype=torch.uint8, device=device)
     shard.m_scale_inv = torch.zeros(shard.num_groups, dtype=torch.float32, device=device)
@@ -63,13 +63,13 @@ def has_moments(shard: AdamShard) -> bool:
 
 
 def allocate_lo(shard: AdamShard, device: torch.device) -> None:
-    """A low part of zeros: the master equals the compute weight."""
+    """Allocate a low part of zeros: the master equals the compute weight."""
     if shard.fmt.is_split:
         shard.lo = torch.zeros(shard.num_groups * GROUP, dtype=shard.fmt.lo_dtype, device=device)
 
 
 def chunks(shard: AdamShard) -> Iterable[tuple[int, int, slice, slice]]:
-    """(first element, elements, their slice of the padded arrays, their groups), cut where groups end."""
+    """Yield (first element, elements, their slice of the padded arrays, their groups), split where groups end."""
     first = 0
     while first < shard.numel:
         start = shard.start + first
@@ -105,7 +105,7 @@ def read_dense(shard: AdamShard, key: str | None, out: Tensor, scale_inv: Tensor
 
 
 def _scale_of(shard: AdamShard, scale_inv: Tensor | None) -> Tensor | None:
-    """Of its master, where the high part is: either may have been moved (`offload_states`)."""
+    """Return the scale of a shard's master on the device of its high part; `offload_states` may have moved either."""
     if not shard.fmt.is_fp8 or scale_inv is None:
         return None
     return scale_inv[shard.scale_index].to(shard.hi.device)
@@ -113,7 +113,7 @@ def _scale_of(shard: AdamShard, scale_inv: Tensor | None) -> Tensor | None:
 
 @torch.no_grad()
 def write_dense(shard: AdamShard, key: str | None, value: Tensor, scale_inv: Tensor | None) -> None:
-    """Inverse of `read_dense`: quantise `value` (1-D [numel], floating, any device) into the shard, to nearest."""
+    """Quantise `value` (1-D [numel], floating, any device) into the shard, to nearest. Inverse of `read_dense`."""
     device = shard.hi.device
     for first, count, padded, groups in chunks(shard):
         piece = value[first : first + count].to(device=device, dtype=torch.float32)
@@ -135,7 +135,7 @@ def write_dense(shard: AdamShard, key: str | None, value: Tensor, scale_inv: Ten
 
 @torch.no_grad()
 def dense_flat(flat: Flat, key: str | None, scale_inv: Tensor | None, device: torch.device | str) -> Tensor:
-    """float32 [flat.numel] on `device`; zeros in the padding."""
+    """Return float32 [flat.numel] on `device`, with zeros in the padding."""
     out = torch.zeros(flat.numel, dtype=torch.float32, device=device)
     for piece in flat.pieces:
         if piece.shard.numel:

@@ -1,7 +1,7 @@
-"""Users' writes into weights whose FP8 bytes are the high parts of masters: what is written back unchanged stays.
+"""Users' writes into weights whose FP8 bytes are the high parts of masters; unchanged elements keep their masters.
 
-A reader gets the bytes, without the low parts, which lie on one rank only. So a write leaves the master of every
-element alone that it gives back as it was read, and the scale follows from the rest, on every rank alike.
+A reader gets the bytes, without the low parts, which lie on one rank only. So a write leaves the masters of unchanged
+elements alone, and the scale follows from the rest, on every rank alike.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from fp8_ds.scaling.predicted import PredictedScales
 _MANTISSA_BITS = 3
 _SMALLEST_MOVABLE = (1 << _MANTISSA_BITS) + 1
 """Code above that of the smallest normal number: another power of two moves the exponents of such a byte and of its
-master alike, whatever the low part. Below it would change how the master is rounded, which only its owner knows."""
+master alike, whatever the low part. Below it, the result depends on the rounding of the master, which its owner has."""
 
 CHANCE = 1 / 8
-"""Where fewer elements than this are as they were read, other values were written, and all of them are meant: one in 16
-bf16 numbers has FP8's mantissa, and may be what was read by chance."""
+"""If fewer elements than this are as they were read, all of them count as written: one in 16 bf16 numbers has FP8's
+mantissa, and may equal what was read by chance."""
 
 
 @torch.no_grad()
 def overwrite(
     codes: Tensor, value: Tensor, scales: PredictedScales, index: int, fmt: MasterFormat, read: Tensor | None = None
 ) -> Tensor:
-    """`codes` are the high parts of `value`, with a scale to fit; where it is what was read, of the masters as before.
+    """Write the high parts of `value` to `codes`, with a scale to fit; elements that equal what was read keep theirs.
 
-    Waits for the device. Where another scale is needed, elements below 9/8 of FP8's smallest normal number (in the old
-    scale or the new) take the written value: half a step of FP8's subnormals at most.
+    Waits for the device. If the scale changes, kept elements below 9/8 of FP8's smallest normal number (in the old
+    scale or the new) take the written value: they change by half a step of FP8's subnormals at most.
 
     Args:
         codes: uint8 [numel], of the whole weight.
         value: [numel], any float dtype.
-        index: of the weight in `scales`.
-        read: [numel], what readers get; None: the de-quantised codes.
+        index: position of the weight in `scales`.
+        read: [numel], the values that readers get; None: the de-quantised codes.
 
     Returns:
         bool [numel]: elements whose low parts are still right.
@@ -59,7 +59,7 @@ def overwrite(
 
 
 def _compare(codes: Tensor, value: Tensor, scale_inv: Tensor, read: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(which elements are as they were read, amax of the others, amax of these as they were read). As `overwrite`."""
+    """Return (unchanged elements, amax of the changed values, amax of the unchanged ones as read); see `overwrite`."""
     kept = torch.empty(value.shape, dtype=torch.bool, device=codes.device)
     reads = codes.view(E4M3.torch_dtype) if read is None else read
     written, held = torch.zeros_like(scale_inv), torch.zeros_like(scale_inv)
@@ -72,9 +72,9 @@ def _compare(codes: Tensor, value: Tensor, scale_inv: Tensor, read: Tensor | Non
 
 
 def _write_codes(codes: Tensor, value: Tensor, kept: Tensor, old: Tensor, new: Tensor, fmt: MasterFormat) -> None:
-    """`codes`, with scale_inv `old`, become those of `value` with `new`; where `kept`, moved by exponents alone.
+    """Rewrite `codes` from scale_inv `old` to those of `value` with `new`; where `kept`, move exponents only.
 
-    `kept` is false afterwards where that cannot be, and the code is the value's.
+    `kept` becomes false where that is impossible, and the code is the value's.
     """
     shift = (torch.frexp(new)[1] - torch.frexp(old)[1]) << _MANTISSA_BITS
     for source, code, keep in zip(value.split(CHUNK), codes.split(CHUNK), kept.split(CHUNK), strict=True):
@@ -86,7 +86,7 @@ def _write_codes(codes: Tensor, value: Tensor, kept: Tensor, old: Tensor, new: T
 
 @torch.no_grad()
 def write_low(shard: AdamShard, value: Tensor, kept: Tensor, scale_inv: Tensor) -> None:
-    """The low parts of a shard are those of `value` ([shard.numel]) but where `kept` (bool) says that they stay."""
+    """Write the low parts of `value` ([shard.numel]) to a shard, except where `kept` (bool)."""
     assert shard.lo is not None
     for first, count, padded, _ in chunks(shard):
         piece = slice(first, first + count)

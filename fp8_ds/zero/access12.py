@@ -1,8 +1,8 @@
-"""ZeRO-1 and 2: FP8 weights as others read and write them. Exports get bf16 of the masters, loads set the masters.
+"""ZeRO-1 and 2: reads and writes of FP8 weights. Exports get bf16 of the masters, loads set the masters.
 
-What a user writes besides holds until the next step, which starts from the masters, unless
-`_restore_from_bit16_weights` (stock's `refresh_fp32_params`) makes masters of it before: until then each rank keeps its
-elements of it as they were written, which FP8 bytes round.
+Other writes hold until the next step, which starts from the masters, unless `_restore_from_bit16_weights` (DeepSpeed's
+`refresh_fp32_params`) makes masters of them first. Until then each rank keeps its elements as they were written, for
+FP8 bytes round them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Written(NamedTuple):
     """This rank's elements of an FP8 weight that a user has written since the last step, 1-D.
 
     Attributes:
-        values: bf16, as they were written; where they were written as they were read, bf16 of the master.
-        kept: bool, these latter.
+        values: bf16, as they were written; bf16 of the master for elements that were written as they were read.
+        kept: bool, true for the latter.
     """
 
     values: Tensor
@@ -41,17 +41,17 @@ class Fp8AccessStage12:
 
     @contextmanager
     def fp8_dense(self: Any) -> Iterator[dict[str, Tensor]]:
-        """Nothing to do: masters and moments are dense. Overridden where they are not."""
+        """Do nothing: masters and moments are dense here. Subclasses with FP8 states override it."""
         yield {}
 
     @contextmanager
     def fp8_export(self: Any, wanted: bool, on_device: bool = False) -> Iterator[None]:
-        """While inside, readers of FP8 weights get bf16 of the masters, bitwise. Collective on entry.
+        """Give readers of FP8 weights bf16 of the masters inside the block, bitwise. Collective on entry.
 
         Args:
-            wanted: this rank will read them; elsewhere readers get meta tensors. Of a weight that a user has frozen
-                they get one NaN on the CPU, expanded: stock saves copy it there on every rank.
-            on_device: readers get them where the weights are, and not on the CPU: 2 bytes a weight.
+            wanted: whether this rank reads them; elsewhere readers get meta tensors, or one NaN expanded on the CPU for
+                a weight that a user has frozen: DeepSpeed's saves copy it there on every rank.
+            on_device: whether readers get them on the weights' device, at 2 bytes a weight, and not on the CPU.
         """
         payloads: list[Fp8Payload] = []
         self.fp8_is_exporting = True
@@ -73,7 +73,7 @@ class Fp8AccessStage12:
                 payload.export = None
 
     def _fp8_gather_master(self: Any, i: int, index: int) -> Tensor:
-        """bf16 of the master of weight `index` of group `i`, full shape, on every rank."""
+        """Return bf16 of the master of weight `index` of group `i`, full shape, on every rank."""
         kind = self._fp8_kinds[i]
         slot = kind.layout.slots[index]
         full = torch.zeros(slot.numel, dtype=kind.params[index].dtype, device=kind.buffer.device)
@@ -89,8 +89,8 @@ class Fp8AccessStage12:
 
     @contextmanager
     def fp8_load(self: Any) -> Iterator[None]:
-        """While inside, what is written into an FP8 weight becomes its master, bit for bit as it is written. At the end
-        masters of the other parameters are what these hold: a model is loaded as a whole."""
+        """Make values written into FP8 weights inside the block their masters, bit for bit. At the end the other
+        parameters' values become their masters: a model is loaded as a whole."""
         self._fp8_loading = True
         try:
             yield
@@ -101,7 +101,7 @@ class Fp8AccessStage12:
 
     @torch.no_grad()
     def _fp8_take_over_bf16(self: Any) -> None:
-        """Masters of what is not in FP8 are the values of it, but where they round to these as they are."""
+        """Set masters of parameters that are not in FP8 to their values, except masters that round to these."""
         for i, hp in enumerate(self._hp_kinds):
             for f in hp.own:
                 master = self.single_partition_of_fp32_groups[i].data.narrow(0, f.partition_start, f.numel)
@@ -109,7 +109,7 @@ class Fp8AccessStage12:
                 master.copy_(torch.where(master.to(piece.dtype) == piece, master, piece.float()))
 
     def _fp8_write(self: Any, group_index: int, index: int, slot: int, flat: Tensor) -> None:
-        """Weight `index` of a group, `slot` of the scale vectors, reads as `flat` (1-D) from now on."""
+        """Write `flat` (1-D) to weight `index` of a group, whose scale is at `slot` of the scale vectors."""
         quantizer, payload = self._fp8_quantizer, self._fp8_kinds[group_index].params[index]._fp8
         if not self._fp8_loading:
             self._fp8_keep_written(group_index, index, flat)
@@ -120,7 +120,7 @@ class Fp8AccessStage12:
         self._fp8_take_over(group_index, index, flat)
 
     def _fp8_keep_written(self: Any, group_index: int, index: int, flat: Tensor) -> None:
-        """A user is about to write `flat` (1-D) into weight `index` of a group: keep this rank's elements of it."""
+        """Keep this rank's elements of `flat` (1-D), which a user is about to write into weight `index` of a group."""
         kind = self._fp8_kinds[group_index]
         payload, f = kind.params[index]._fp8, kind.own_of.get(index)
         if f is None:
@@ -138,7 +138,7 @@ class Fp8AccessStage12:
         self._fp8_overwritten[id(payload)] = Written(torch.where(same, before.values, values), same & before.kept)
 
     def _fp8_take_over(self: Any, group_index: int, index: int, flat: Tensor) -> None:
-        """With `fp8_load`, `flat` (1-D) is the master of weight `index` of a group, whose bytes are already its."""
+        """Make `flat` (1-D), whose bytes are written, the master of weight `index` of a group inside `fp8_load`."""
         f = self._fp8_kinds[group_index].own_of.get(index)
         if self._fp8_loading and f is not None:
             master = self.single_partition_of_fp32_groups[group_index].data
@@ -146,10 +146,10 @@ class Fp8AccessStage12:
 
     @torch.no_grad()
     def _restore_from_bit16_weights(self: Any) -> None:
-        """Masters from the model's weights, where the model's weights are the newer (a module-only load).
+        """Set masters from the model's weights, where these are the newer (a module-only load).
 
-        An FP8 weight that a user wrote gives its master the bf16 values that were written, without an FP8 rounding, and
-        leaves it alone where it was written as it was read.
+        An FP8 weight that a user wrote gives its master the bf16 values that were written, without an FP8 rounding;
+        elements that were written as they were read keep theirs.
         """
         self._fp8_point_params(keep_values=True)
         for i, (fp8, hp) in enumerate(zip(self._fp8_kinds, self._hp_kinds, strict=True)):
@@ -168,7 +168,7 @@ class Fp8AccessStage12:
 
 @torch.no_grad()
 def write_through(owner: weakref.ref[Any], group_index: int, index: int, slot: int, value: Tensor) -> None:
-    """`payload.write` of one weight: somebody wrote the Parameter; keep its bytes, and on a load its master, true."""
+    """Write `value` to a weight's bytes, and on a load to its master; called as `payload.write`."""
     optimizer = owner()
     assert optimizer is not None
     optimizer._fp8_write(group_index, index, slot, value.contiguous().view(-1))

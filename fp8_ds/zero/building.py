@@ -1,6 +1,6 @@
-"""While DeepSpeed builds a ZeRO optimizer whose states will be FP8: it makes no dense masters, moments or gradients.
+"""Building a ZeRO optimizer with FP8 states: DeepSpeed makes no dense masters, moments or gradients.
 
-DeepSpeed looks its optimizer classes up by name, and finds a subclass that leaves out the state initialisation which
+DeepSpeed looks its optimizer classes up by name, and finds a subclass without the state initialisation, which
 `Fp8StatesStage12` and `Fp8StatesStage3` replace. Seams: fp8_ds/engine/seams.py.
 """
 
@@ -27,7 +27,7 @@ class Building12(BuildingHost):
 
     @property
     def device(self) -> Any:
-        """Where stock code puts masters: nowhere."""
+        """Device on which DeepSpeed makes its masters: meta, without memory."""
         return "meta"
 
     @device.setter
@@ -39,10 +39,10 @@ class Building3(BuildingHost):
     """Mix-in before DeepSpeedZeroOptimizer_Stage3."""
 
     def initialize_optimizer_states(self) -> None:
-        """Nothing: moments come with the first step, and gradients are not copied to fp32."""
+        """Do nothing: moments come with the first step, and gradients are not copied to fp32."""
 
     def _setup_for_real_optimizer(self: Any) -> None:
-        """With gradient release: no buffer for the gradients of all parameters, and small buckets."""
+        """Set up; with gradient release, without a buffer for all gradients and with small buckets."""
         if not self.fp8_releases:
             super()._setup_for_real_optimizer()  # type: ignore[misc]
             return
@@ -69,7 +69,7 @@ class Building3(BuildingHost):
 
 @contextmanager
 def building(releases: bool) -> Iterator[None]:
-    """While inside, DeepSpeed builds these instead of its own classes. `releases`: with gradient release."""
+    """Let DeepSpeed build these classes instead of its own inside the block. `releases`: with gradient release."""
     places = (
         (engine_module, "DeepSpeedZeroOptimizer", Building12),
         (stage3_module, "DeepSpeedZeroOptimizer_Stage3", Building3),

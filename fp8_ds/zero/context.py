@@ -1,4 +1,4 @@
-"""Fp8Context: what the engine hands to the ZeRO mix-ins."""
+"""Fp8Context: everything that the engine hands to the ZeRO mix-ins."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ if TYPE_CHECKING:
 
 @dataclass
 class Fp8Context:
-    """Args:
-    config: the checked "fp8" block.
-    plan: which linears are FP8.
-    weights: name -> Parameter of every converted weight, in module order.
-    history: amax histories of the recipe `delayed`, else None.
-    counter: bytes our gathers moved.
-    check_overflow: `bf16.check_grad_overflow`.
-    release: updates during the backward, None without.
-    precision: which layers compute in bf16; None until the engine is built.
+    """Configuration and shared objects of one engine.
 
-    What is trainable here was so at the start: weights that a user freezes in the middle of a run keep their masters.
+    A weight counts as trainable if it was so at the start: one that a user freezes later keeps its master.
+
+    Args:
+        config: the checked "fp8" block.
+        plan: which linears are FP8.
+        weights: name -> Parameter of every converted weight, in module order.
+        history: amax histories of the recipe `delayed`, else None.
+        counter: counts the bytes that our gathers move.
+        check_overflow: `bf16.check_grad_overflow`.
+        release: updates weights during the backward; None without gradient release.
+        precision: which layers compute in bf16; None until the engine is built.
     """
 
     config: Fp8Config
@@ -47,7 +49,7 @@ class Fp8Context:
 
     @property
     def granularity(self) -> Granularity:
-        """Which elements of a weight share a scale. Split masters have one scale a weight, whatever the recipe."""
+        """Elements of a weight that share a scale. Split masters have one scale a weight, whatever the recipe."""
         return TENSOR if self.config.optimizer.states == "fp8" else OF_RECIPE[self.config.linear.recipe]
 
     @property

@@ -1,4 +1,4 @@
-"""What DeepSpeed's coordinator of ZeRO-3 asks for and waits for: a leaf's parameters together, not one by one."""
+"""Fetches of DeepSpeed's ZeRO-3 coordinator: it waits for a leaf's parameters together, not one by one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import nn
 
 
 class InFlight:
-    """What the coordinator has asked for and not waited for yet, and which parameters it will wait for together.
+    """Parameters that the coordinator has requested and not waited for yet, and the leaves that they belong to.
 
     Attributes:
-        registry: parameter -> handle, the coordinator's own.
+        registry: the coordinator's own, parameter -> handle.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -28,10 +28,10 @@ class InFlight:
         return bool(self._leaf_of)
 
     def arrived(self, fetch: Fetch) -> None:
-        """All of `fetch` is there. Where the coordinator has waited for one of a leaf, the others leave its registry.
+        """Drop a leaf's other parameters from the registry, once the coordinator has waited for one in `fetch`.
 
-        Not those that a later call has asked for, if the leaf has been released since; nor where another module that
-        shares the one waited for it: the leaf may never be used, and what is in the registry then is released.
+        They stay if a later call has requested them, after the leaf was released, or if another module that shares the
+        one waited for it: the leaf may never be used, and then entries of the registry are released.
         """
         if not self.has_leaves:
             return
@@ -48,11 +48,11 @@ class InFlight:
 
 
 class Fetch:
-    """What the coordinator has asked for in one call, as one handle: weights in FP8, and what stock code gathers.
+    """One request of the coordinator, as one handle: weights in FP8, and parameters that DeepSpeed gathers.
 
-    The coordinator waits for parameters one by one, and records and polls an event for each, by which it bounds how far
-    the host runs ahead: a quarter of a millisecond for a decoder layer. With leaves the first one that is waited for
-    takes the leaf's others with it, and the bound counts them as one.
+    The coordinator waits for parameters one by one, and records and polls an event for each to bound how far the host
+    runs ahead: a quarter of a millisecond for a decoder layer. With leaves, waiting for the first parameter covers the
+    leaf's others, and the bound counts them as one.
     """
 
     def __init__(self, handles: list[Any], params: list[Any], in_flight: InFlight) -> None:

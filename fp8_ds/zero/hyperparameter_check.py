@@ -1,4 +1,4 @@
-"""Ranks step with the same hyperparameters."""
+"""Check that ranks step with the same hyperparameters."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fp8_ds.optim.core import AdamCore
 
 
 class HyperparameterCheck:
-    """Ranks step with the same learning rate and the like, or none does.
+    """Check that all ranks step with the same learning rate and the like, or none steps.
 
     Each rank chooses the scale of a split master from these. Where they differ, as by a scheduler that follows a loss
-    that is not averaged, ranks would read each other's bytes by different powers of two. So a digest of them travels
+    without averaging it, ranks would read each other's bytes by different powers of two. So a digest of them travels
     with a sum that all ranks wait for anyway.
 
     Args:
-        core: what steps. Nothing is compared where it chooses no scale ahead.
+        core: steps the shards. Nothing is compared if it chooses no scale ahead.
         group: the ZeRO group.
     """
 
@@ -35,13 +35,11 @@ class HyperparameterCheck:
         self._now: Tensor | None = None
 
     def sum(self, values: Tensor, param_groups: Sequence[dict[str, Any]]) -> Tensor:
-        """Add `values` up over the ranks; all NaN, so that the step is skipped, where ranks would step differently.
-
-        Collective: one all-reduce. Never waits for the device.
+        """Add `values` up over the ranks; all NaN, so that the step is skipped, if ranks would step differently.
 
         Args:
             values: float32, 1-D.
-            param_groups: that the step follows. A learning rate that is a tensor is not compared.
+            param_groups: those that the step follows. A learning rate that is a tensor is not compared.
         """
         if not self._is_on:
             dist.all_reduce(values, group=self._group)
@@ -58,10 +56,10 @@ class HyperparameterCheck:
         """Begin another step. Waits for the device where there was an overflow.
 
         Args:
-            overflow: this step was skipped, or the one before.
+            overflow: whether this step was skipped, or the one before.
 
         Raises:
-            ConfigError: ranks differed in one that may be meant, on all of them.
+            ConfigError: ranks differed in one of these steps; on all ranks.
         """
         differed = [step for step in (self._before, self._now) if step is not None]
         self._before, self._now = self._now, None

@@ -1,4 +1,4 @@
-"""CompactBuffer: the compact buffer of one kind in ZeRO-1 and 2, laid out as layout.py says, and its gather."""
+"""CompactBuffer: the compact buffer of one kind in ZeRO-1 and 2, laid out by comm/layout.py, and its gather."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fp8_ds.numerics.formats import E4M3
 
 FP8_ALIGNMENT = 16
 HP_ALIGNMENT = 8
-"""Elements. Of either kind a tensor starts at a multiple of 16 bytes: FP8 GEMMs read 16 at a time."""
+"""In elements. Tensors of either kind start at a multiple of 16 bytes: FP8 GEMMs read 16 at a time."""
 
 
 def pieces_of(flat: Tensor, places: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Views of (start, numel) of `flat` (1-D), all by one operator. Places are in order and do not overlap."""
+    """Return views of (start, numel) of `flat` (1-D), from one operator. Places are in order and do not overlap."""
     sizes, end = [], 0
     for start, numel in places:
         sizes += [start - end, numel]
@@ -50,12 +50,12 @@ class CompactBuffer:
         self.buffer = torch.zeros(self.layout.numel, dtype=dtype, device=device)
 
     def view(self, index: int) -> Tensor:
-        """Tensor `index`, full shape."""
+        """Return tensor `index` in its full shape."""
         slot = self.layout.slots[index]
         return self.buffer.narrow(0, slot.start, slot.numel).view(self.shapes[index])
 
     def strays(self) -> list[int]:
-        """Parameters that no longer are their view of the buffer: somebody has assigned another `p.data`."""
+        """Return the parameters that no longer are views of the buffer: somebody has assigned another `p.data`."""
         start, size, dtype = self.buffer.data_ptr(), self.buffer.element_size(), self.buffer.dtype
         places = enumerate(zip(self.params, self.layout.slots, self.shapes, strict=True))
         return [
@@ -73,6 +73,6 @@ class CompactBuffer:
             )
 
     def gather(self, free_bytes: int = 0) -> int:
-        """Fill the other ranks' runs; returns bytes delivered."""
+        """Fill the other ranks' runs and return the bytes delivered. Collective."""
         buffer = self.buffer.view(torch.uint8) if self.buffer.element_size() == 1 else self.buffer
         return gather_runs(self.group, buffer, self.layout.runs, free_bytes)

@@ -1,4 +1,4 @@
-"""DeepSpeed's hooks of ZeRO-3: what a call of them takes the host beside its work, made less. No bit changes."""
+"""Less host time for DeepSpeed's hooks of ZeRO-3. No bit changes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import nn
 
 
 def leave_out_of_graphs(offload: Any) -> None:
-    """torch.compile calls the hooks from now on and traces nothing of them. Half of them DeepSpeed itself leaves out.
+    """Keep torch.compile from tracing the hooks; it calls them instead, as DeepSpeed has it for half of them.
 
-    The graph ends at a module that has them either way. Of the others it makes graphs without an operator, and looks at
-    each call whether they still hold: half a thousand guards a module, some of them on what DeepSpeed's trace of the
-    model says. Hooks that are registered later, as TRL does, are traced.
+    A graph ends at a module with hooks either way. Traced hooks become graphs without an operator, with half a thousand
+    guards a module that are checked in each call, some of them on DeepSpeed's trace of the model. Hooks that are
+    registered later, as TRL does, are traced.
 
     Args:
-        offload: of a ZeRO-3 optimizer, DeepSpeed's `parameter_offload`.
+        offload: DeepSpeed's `parameter_offload` of a ZeRO-3 optimizer.
     """
     for handle in (offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks):
         hooks = handle.hooks_dict_ref()
@@ -26,10 +26,10 @@ def leave_out_of_graphs(offload: Any) -> None:
 
 
 def keep_signatures(module: nn.Module) -> None:
-    """`inspect.signature` of the functions that mark where a module's backward begins and ends is no more work.
+    """Store the signatures of the functions that mark where a module's backward begins and ends.
 
-    `torch.autograd.Function.apply` asks for it at every call of a function with `setup_context` (torch 2.11 to 2.14),
-    three times a decoder layer; a signature that a function carries is handed out as it is.
+    `torch.autograd.Function.apply` asks `inspect.signature` for it at every call of a function with `setup_context`
+    (torch 2.11 to 2.14), three times a decoder layer; a stored signature is returned as it is.
     """
     for child in module.modules():
         for name in ("pre_bwd_fn", "post_bwd_fn"):

@@ -13,15 +13,15 @@ from fp8_ds.comm.host_copy import HostCopy
 
 
 def global_norm(optimizer: Any, grads: list[Tensor], params: list[Any]) -> Tensor:
-    """L2 norm of all gradients over the ZeRO group and the model-parallel group; float32, 0-dim. Collective.
+    """Return the L2 norm of all gradients over the ZeRO and model-parallel groups; float32, 0-dim. Collective.
 
-    Counts replicated parameters (pipeline, model parallel) once, as stock does. Infinite or NaN if one is, NaN where
-    ranks would step with different numbers.
+    Replicated parameters (pipeline, model parallel) count once, as in DeepSpeed. The norm is infinite or NaN if a
+    gradient is, and NaN if ranks would step with different numbers.
 
     Args:
         optimizer: a ZeRO optimizer that is `Fp8States`.
         grads: this rank's pieces, none twice.
-        params: the parameters they are of.
+        params: the parameter of each.
     """
     counted = [
         grad
@@ -41,15 +41,12 @@ def global_norm(optimizer: Any, grads: list[Tensor], params: list[Any]) -> Tenso
 
 
 def overflow_flag(norm: Tensor) -> Tensor:
-    """int32, 0-dim: 1 if a norm (float32, 0-dim) is infinite or NaN, else 0."""
+    """Return int32, 0-dim: 1 if a norm (float32, 0-dim) is infinite or NaN, else 0."""
     return torch.logical_not(norm < torch.inf, out=torch.empty_like(norm, dtype=torch.int32))
 
 
 def clip_factor(norm: Tensor, max_norm: float, loss_scale: float) -> Tensor:
-    """What gradients are multiplied with: clipping and un-scaling in one; float32, 0-dim.
-
-    Source: `unscale_and_clip_grads` of deepspeed 0.19.8.
-    """
+    """Return the factor that clips and un-scales gradients; float32, 0-dim."""
     if max_norm <= 0.0:
         return torch.full_like(norm, 1.0 / loss_scale)
     if loss_scale == 1.0:  # as bf16 has it: two operators less between the norm and the update
@@ -59,7 +56,7 @@ def clip_factor(norm: Tensor, max_norm: float, loss_scale: float) -> Tensor:
 
 
 class OverflowFlag:
-    """Whether a step was skipped, as the host learns it: in that step if it waits for the device, else a step later.
+    """Flag of a skipped step on the host: known in that step if the host waits for the device, else a step later.
 
     The flag travels before the update is launched: a host that waits for it goes on while the update runs.
     """
@@ -69,12 +66,12 @@ class OverflowFlag:
         self._host: HostCopy | None = None
         self._is_pending = self._before = self._loaded = False
         self.last: Tensor | None = None
-        """What was last sent, on the device."""
+        """Flag that was last sent, on the device."""
         self.is_current = True
         """Whether the last answer was about the step that asked for it."""
 
     def send(self, skip: Tensor) -> None:
-        """The flag of this step (int32, 0-dim, not written before `resolve`) sets out for the host."""
+        """Start sending the flag of this step (int32, 0-dim, not written before `resolve`) to the host."""
         self.last = skip
         if skip.device.type != "cuda":
             self._sent = skip
@@ -102,7 +99,7 @@ class OverflowFlag:
         return bool(self._host.read())
 
     def load(self, late: bool) -> None:
-        """The last step is that of a checkpoint, where `late` was said: no flag of this run is on its way."""
+        """Take `late` from a checkpoint, whose step is now the last: no flag of this run is on its way."""
         self._loaded, self._is_pending = late, False
 
     def _read(self) -> bool:

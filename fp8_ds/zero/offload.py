@@ -1,7 +1,7 @@
-"""`engine.offload_states` / `reload_states` for what FP8 holds in place of DeepSpeed's tensors.
+"""`engine.offload_states` / `reload_states` for the tensors that FP8 holds in place of DeepSpeed's.
 
-Of weights (`lp_params`) the compact buffers or shards; with FP8 states of masters (`hp_params`) the low parts, and the
-moments (`optim_states`) with their scales.
+`lp_params` are the compact buffers or shards. With FP8 states `hp_params` are the low parts of masters, and
+`optim_states` the moments with their scales.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStat
 
 
 def split_lp_params(optimizer: Any, include: Any, device: Any) -> tuple[Any, bool, Any]:
-    """(the states to offload but `lp_params`, whether these are to be offloaded now, and the device)."""
+    """Return (the states to offload except `lp_params`, whether to offload these now, the device)."""
     device = OffloadDeviceEnum.cpu if device is None else device
     wanted = set(OffloadStateTypeEnum) if include is None else set(include)
     with_weights = OffloadStateTypeEnum.lp_params in wanted
@@ -35,7 +35,7 @@ def reload_weights(optimizer: Any) -> None:
 
 
 def offload_adam(optimizer: Any, include: Any, device: Any) -> set[OffloadStateTypeEnum]:
-    """Move low parts and moments to `device`; returns the states left for stock. Pageable memory, one copy each."""
+    """Move low parts and moments to `device` (pageable, one copy each); return the states left for DeepSpeed."""
     wanted = set(OffloadStateTypeEnum) if include is None else set(include)
     ours = {OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params}
     chosen = (wanted & ours) - optimizer.offloaded_states

@@ -1,7 +1,7 @@
-"""Readers of several engines' weights at once, as of a policy and its reference model.
+"""Readers of several engines' weights at once, such as those of a policy and its reference model.
 
-`GatheredParameters` calls the closures of whichever parameter is the oldest, with all of the list: each hands on what
-is another's. Stock closures would read the placeholders of FP8 shards, which are NaN.
+`GatheredParameters` calls the closures of whichever parameter is the oldest, with all of the list: each hands on the
+parameters of other engines. DeepSpeed's own closures would read the placeholders of FP8 shards, which are NaN.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 
 class ParamHooks:
-    """Closures of one ZeRO-3 parameter, replaced by the bound methods of their names; stock's are kept as `stock_NAME`.
+    """Closures of one ZeRO-3 parameter, replaced by bound methods; DeepSpeed's own are kept as `stock_NAME`.
 
     Attributes:
-        closures: their names.
-        shards: of the engine in FP8 whose parameter it is; None beside such engines.
+        closures: names of the closures.
+        shards: those of the engine in FP8 that has the parameter; None beside such engines.
     """
 
     closures: tuple[str, ...]
@@ -36,7 +36,7 @@ class ParamHooks:
 
 
 class StockParamHooks(ParamHooks):
-    """The closures of a ZeRO-3 parameter beside engines in FP8: stock for stock's."""
+    """Closures of a ZeRO-3 parameter beside engines in FP8; such parameters go to DeepSpeed's own closures."""
 
     closures = ("all_gather", "partition")
 
@@ -55,10 +55,10 @@ class StockParamHooks(ParamHooks):
 
 
 def hand_on(params: Iterable[Any], owner: Any, method: str, **options: Any) -> list[Any]:
-    """The `params` of `owner` (shards of an engine in FP8; None: stock), once all others' own closures named `method`
-    have been called.
+    """Call the closures named `method` of the parameters that are not `owner`'s, and return the others.
 
-    Collective, in the order of `params`, which is the same on all ranks.
+    Collective, in the order of `params`, which is the same on all ranks. `owner` is the shards of an engine in FP8, or
+    None for DeepSpeed.
     """
     groups: dict[Any, list[Any]] = {owner: []}
     for p in params:
@@ -70,12 +70,12 @@ def hand_on(params: Iterable[Any], owner: Any, method: str, **options: Any) -> l
 
 
 def hooks_of(param: Any) -> Any:
-    """What has replaced the closures of a ZeRO-3 parameter; None for stock."""
+    """Return the object that replaces the closures of a ZeRO-3 parameter; None if they are DeepSpeed's own."""
     return getattr(param.all_gather, "__self__", None)
 
 
 def share_readers(module: Any) -> None:
-    """The weights of `module`, which is not in FP8, can be gathered together with those of an engine in FP8."""
+    """Let the weights of `module`, which is not in FP8, be gathered together with those of an engine in FP8."""
     for p in module.parameters():
         if hasattr(p, "ds_id") and hooks_of(p) is None:
             StockParamHooks(p)

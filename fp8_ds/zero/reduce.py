@@ -19,17 +19,17 @@ from fp8_ds.errors import UnsupportedError
 
 
 class Fp8ReduceStage12:
-    """Mix-in before Fp8ZeroStage12: overrides what moves one bucket of gradients, divided by the number of ranks."""
+    """Mix-in before Fp8ZeroStage12: reduces one bucket of gradients, already divided by the number of ranks."""
 
     @torch.no_grad()
     def allreduce_and_scatter(self: Any, bucket: Any, communication_data_type: torch.dtype, **kwargs: Any) -> None:
-        """Each rank's slices of the bucket hold the sum over ranks. Stock calls it on the stream of the reduction.
+        """Replace each rank's slices of the bucket by the sum over ranks. DeepSpeed calls it on the reduction's stream.
 
         Args:
             bucket: (rank, slice of the bucket's buffer) in buffer order, from DeepSpeed 0.19.8 on ({rank}, slice,
                 where to add the sum besides or None).
-            communication_data_type: names the bucket; what travels is FP8.
-            kwargs: of the stock method; `divide` is never on, for the buffer is divided by then.
+            communication_data_type: names the bucket; messages are in FP8.
+            kwargs: of DeepSpeed's method; `divide` is never on, for the buffer is divided by then.
         """
         group = kwargs.get("process_group") or self.dp_process_group
         num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -55,10 +55,10 @@ class Fp8ReduceStage12:
     def _fp8_slices(
         self: Any, bucket: Any, communication_data_type: torch.dtype
     ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-        """(destination, slice, output), with slices cut where a parameter ends.
+        """Yield (destination, slice, output), with slices split where a parameter ends.
 
-        Stock merges neighbours that go to one rank, but not everywhere on that rank itself: only the cut makes slices,
-        and with them the groups of 128, the same on all ranks.
+        DeepSpeed merges neighbours that go to one rank, but not everywhere on that rank itself: only the split makes
+        slices, and with them the groups of 128, the same on all ranks.
         """
         params = self.ipg_buckets[communication_data_type].params
         left = [self.bit16_groups[i][index].numel() for i, index, _ in params]
@@ -76,7 +76,7 @@ class Fp8ReduceStage12:
         assert not left
 
     def _fp8_destination(self: Any, ranks: Any) -> int:
-        """The one rank that needs a slice. Where several do, all ranks raise, before the collective."""
+        """Return the one rank that needs a slice. If several do, all ranks raise, before the collective."""
         if not isinstance(ranks, (set, frozenset)):
             return int(ranks)
         if len(ranks) > 1:
@@ -88,17 +88,17 @@ class Fp8ReduceStage12:
 
 
 class Fp8ReduceStage3:
-    """Mix-in before Fp8ZeroStage3: overrides what averages one bucket of gradients."""
+    """Mix-in before Fp8ZeroStage3: averages one bucket of gradients."""
 
     # The name under which DeepSpeed's private `__avg_scatter_grads` is looked up.
     @torch.no_grad()
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(
         self: Any, params_to_reduce: list[Any], communication_data_type: torch.dtype
     ) -> list[Tensor]:
-        """This rank's partition of each averaged gradient, without padding, in the accumulation dtype.
+        """Return this rank's partition of each averaged gradient, without padding, in the accumulation dtype.
 
-        Stock calls it on the stream of the reduction. Its pre- and post-division keep 16-bit sums in range and have no
-        counterpart: the sum here is float64's (`gradient_predivide_factor` is refused).
+        DeepSpeed calls it on the stream of the reduction. Its pre- and post-division keep 16-bit sums in range and have
+        no counterpart: the sum here is in float64 (`gradient_predivide_factor` is refused).
         """
         group = params_to_reduce[0].ds_process_group
         num_ranks = dist.get_world_size(group)

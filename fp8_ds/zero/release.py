@@ -5,7 +5,7 @@ until `step` (2 bytes per parameter and rank share) and this module has nothing 
 global norm of the step before; a first step is not clipped.
 
 A bucket with an infinite or NaN gradient is skipped, alone: buckets before it have been updated already. Ranks of model
-parallelism would skip different ones, and parameters that all of them hold would differ: it is refused.
+parallelism would skip different ones, and parameters that all of them hold would differ: this is refused.
 
 Source: LOMO (arXiv 2306.09782).
 """
@@ -46,7 +46,7 @@ def refuse_model_parallel(group: Any) -> None:
 
 
 def make_updater(optimizer: Any, groups: Sequence[Sequence[Any]]) -> ReleaseUpdater:
-    """The updater of a ZeRO optimizer with FP8 states whose parameters are `groups`."""
+    """Make the updater of a ZeRO optimizer with FP8 states whose parameters are `groups`."""
     num_parameters = sum(map(len, groups))
     indices = {name: index for index, name in enumerate(optimizer._fp8_scale_names)}
     group, max_norm = optimizer.dp_process_group, optimizer.clip_grad
@@ -54,14 +54,14 @@ def make_updater(optimizer: Any, groups: Sequence[Sequence[Any]]) -> ReleaseUpda
 
 
 class ReleaseUpdater:
-    """Updates the shards of one bucket's parameters as soon as their gradients are reduced.
+    """Updater of the shards of one bucket's parameters, as soon as their gradients are reduced.
 
     Args:
-        core: the shards.
-        num_parameters: that are optimized, the same on all ranks.
+        core: owner of the shards.
+        num_parameters: number of optimized parameters, the same on all ranks.
         scale_indices: entry in the scale vectors by name, of FP8 weights with split masters.
         group: the ZeRO group.
-        max_norm: DeepSpeed's gradient_clipping, of the norm of the step before; 0: none.
+        max_norm: DeepSpeed's gradient_clipping, applied to the norm of the step before; 0: none.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ReleaseUpdater:
         """Global norm of the last step without infinities and NaN."""
 
     def expect(self, names: Sequence[str]) -> None:
-        """Gradients of the parameters `names` are there; RuntimeError for the second time since the last `finish`."""
+        """Record gradients of the parameters `names`; RuntimeError if one comes twice before `finish`."""
         if twice := self._expected.intersection(names):
             raise RuntimeError(
                 f"fp8.optimizer.release: expected one backward per step, got a second gradient of {sorted(twice)[0]}. "
@@ -100,7 +100,7 @@ class ReleaseUpdater:
     def update(
         self, names: Sequence[str], grads: dict[str, Tensor], param_groups: Sequence[dict[str, Any]], loss_scale: float
     ) -> None:
-        """One update of the parameters `names` (the same on all ranks). Collective; no host synchronisation.
+        """Update the parameters `names` (the same on all ranks). Collective; no host synchronisation.
 
         Args:
             grads: this rank's reduced gradient shards by name, 1-D; a name may be missing where it holds no shard.
@@ -128,7 +128,7 @@ class ReleaseUpdater:
 
     @torch.no_grad()
     def finish(self, history: AmaxHistory | None) -> Tensor:
-        """The step is over: amaxes travel; returns its global gradient norm before clipping (float32, 0-dim)."""
+        """End the step, start reducing amaxes, and return the gradient norm before clipping (float32, 0-dim)."""
         norm = self._square_sum.sqrt()
         self.last_norm.copy_(torch.where(torch.isfinite(norm), norm, self.last_norm))
         self._square_sum.zero_()  # in place, both: a CUDA graph of an update reads and writes them where they are
@@ -144,7 +144,7 @@ class ReleaseUpdater:
         return norm
 
     def restart(self) -> None:
-        """A checkpoint has been loaded: what a backward before it has begun is forgotten, weights are as they were."""
+        """Forget a backward that began before a checkpoint was loaded; weights are as they were."""
         self._square_sum.zero_()
         self._expected.clear()
         self._inputs = None
@@ -152,7 +152,7 @@ class ReleaseUpdater:
     def _squares(
         self, names: list[str], held: list[str], grads: dict[str, Tensor], param_groups: Sequence[dict[str, Any]]
     ) -> Tensor:
-        """float32 [len(names)]: squared norms of the gradients over all ranks; NaN where ranks would step unlike."""
+        """Return float32 [len(names)]: squared gradient norms over all ranks; NaN if ranks would step differently."""
         squares = torch.zeros(len(names), dtype=torch.float32, device=self.core.device)
         if held:
             norms = torch.stack(list(torch._foreach_norm([grads[name] for name in held], 2, dtype=torch.float32)))
@@ -166,11 +166,11 @@ class ReleaseUpdater:
         return squares
 
     def _entries(self, key: tuple[str, ...], values: list[int]) -> Tensor:
-        """`values` on the device; kept, since buckets are mostly the same in every step."""
+        """Return `values` on the device; cached, since buckets are mostly the same in every step."""
         return self._indices.get(key, lambda: torch.tensor(values, dtype=torch.long, device=self.core.device))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a bit-exact resume needs; builtin types."""
+        """Return the state that a bit-exact resume needs, in builtin types."""
         return {"last_norm": float(self.last_norm)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ class Fp8ReleaseStage12(Fp8StatesStage12):
         self._fp8_ready: dict[str, Tensor] = {}
 
     def _fp8_link(self: Any) -> None:
-        """Readers of gradients raise on all ranks; stock ones would where a part is held, while the others wait."""
+        """Make readers of gradients raise on all ranks; DeepSpeed's own raise on the owners, while the others wait."""
         super()._fp8_link()
         for group in self.bit16_groups:
             for p in group:
@@ -41,7 +41,7 @@ class Fp8ReleaseStage12(Fp8StatesStage12):
                 p.set_full_hp_grad = p.get_full_hp_grad
 
     def process_gradients(self: Any, param: Any, i: int) -> None:
-        """Every gradient goes into a bucket at once, in stage 1 too."""
+        """Put every gradient into a bucket at once, in stage 1 too."""
         if getattr(self, "_coalesce_grad_reduction", False):  # since DeepSpeed 0.19.8
             return
         # Stock stage 1 empties no bucket after a micro-batch that does not end the step: it would find two gradients of
@@ -55,7 +55,7 @@ class Fp8ReleaseStage12(Fp8StatesStage12):
                 self.reduce_ipg_grads(comm_dtype=dtype)
 
     def reduce_gradients(self: Any, pipeline_parallel: bool = False) -> None:
-        """All gradients are in buckets already, in stage 1 too: reduce the last one."""
+        """Reduce the last bucket: all gradients are in buckets already, in stage 1 too."""
         self.overlapping_partition_gradients_reduce_epilogue()
 
     def copy_grads_in_partition(self: Any, param: Any, group_idx: int | None = None) -> None:
@@ -84,7 +84,7 @@ class Fp8ReleaseStage12(Fp8StatesStage12):
             self.clear_grad_attribute(p)
 
     def independent_gradient_partition_epilogue(self: Any) -> None:
-        """Stock's, without the flat partition of gradients that the step would read."""
+        """Run DeepSpeed's epilogue without the flat partition of gradients that its step would read."""
         self.reduce_ipg_grads()
         for index in range(len(self.params_already_reduced)):
             self.params_already_reduced[index] = False
@@ -97,7 +97,7 @@ class Fp8ReleaseStage12(Fp8StatesStage12):
         self._epilogue_ran_this_backward = True
 
     def step(self: Any, closure: Any = None) -> None:
-        """The updates are done; gather. `overflow`: some bucket was skipped."""
+        """Gather the weights, which are updated already. `overflow`: some bucket was skipped."""
         self.micro_step_id = INITIAL_MICRO_STEP_ID
         self.timers(STEP_TIMER).start()
         norm = self._fp8_release.finish(self._fp8.history)

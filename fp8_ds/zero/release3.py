@@ -48,12 +48,12 @@ class Fp8ReleaseStage3(Fp8StatesStage3):
         raise UnsupportedError(f"gradient of {self.param_names[param]}: {NO_GRADIENT}")
 
     def offload_states(self: Any, include: Any = None, device: Any = None, **kwargs: Any) -> None:
-        """As without release, but gradients: there is no buffer of them."""
+        """Offload states as without release, except gradients, which have no buffer."""
         wanted = set(OffloadStateTypeEnum) if include is None else set(include)
         super().offload_states(include=wanted - {OffloadStateTypeEnum.lp_grads}, device=device, **kwargs)
 
     def step(self: Any, closure: Any = None) -> None:
-        """The updates are done. `overflow`: some bucket was skipped."""
+        """End a step whose updates are done. `overflow`: some bucket was skipped."""
         self._pre_step()
         self._partition_all_parameters()
         if not get_accelerator().is_synchronized_device():

@@ -1,9 +1,9 @@
-"""FP8 shards of ZeRO-3 weights, and what gathers and releases them.
+"""FP8 shards of ZeRO-3 weights, and the hooks that gather and release them.
 
 DeepSpeed's coordinator calls closures that zero.Init hangs on every parameter: `all_gather_coalesced` (fetch and
-prefetch), `all_gather` (readers: GatheredParameters, external parameters) and `partition` (release), those of whichever
-parameter comes first in its set: `ZeroParamHooks` replaces all three on every parameter of the module. Fetched weights
-arrive in FP8; readers get bf16 of the masters, as in stock.
+prefetch), `all_gather` (readers: GatheredParameters, external parameters) and `partition` (release). It calls those of
+the first parameter in its set: `ZeroParamHooks` replaces all three on every parameter of the module. Fetched weights
+arrive in FP8; readers get bf16 of the masters, as in DeepSpeed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ShardedWeight:
         source: the real (unpadded) elements that are quantised into it: the fp32 master, or the bf16 shard without one.
         is_trainable: whether it has a master. A user may have frozen it since.
         index: entry in the scale vectors.
-        in_bf16: whether the layer computes in bf16: stock code then gathers and frees the weight, from `ds_tensor`.
+        in_bf16: whether the layer computes in bf16: DeepSpeed then gathers the weight from `ds_tensor`, and frees it.
     """
 
     def __init__(self, name: str, param: Any, index: int, quantizer: WeightQuantizer) -> None:
@@ -64,7 +64,7 @@ class ShardedWeight:
         return num_real(self.param)
 
     def drop_bf16(self) -> None:
-        """Release the bf16 shard; what reads it past the hooks reads NaN."""
+        """Release the bf16 shard; code that reads it past the hooks reads NaN."""
         self.has_made_bf16 = False
         self.param.ds_tensor.data = self.payload.placeholder.expand(self.param.ds_tensor.ds_numel)
 
@@ -85,7 +85,7 @@ class ShardedWeight:
         return self.in_bf16 or not self.is_trainable
 
     def arrive(self, data: Tensor) -> None:
-        """Make the weight available. `data`: its bytes, float8_e4m3fn of its full shape."""
+        """Make the weight available from its bytes `data`, float8_e4m3fn of its full shape."""
         with torch._C.DisableTorchFunctionSubclass():
             self.param.data = self._nominal
         self.payload.data = data
@@ -98,7 +98,7 @@ class ShardedWeight:
         self.payload.data = None
 
     def leave(self) -> None:
-        """`release` a weight that is gathered in FP8 and that no module uses, as `free_param` leaves one (in 80 us)."""
+        """Release an unused weight that is gathered in FP8, with the result of `free_param` (which takes 80 us)."""
         self.release()
         with torch._C.DisableTorchFunctionSubclass():
             self.param.data = self._nothing
@@ -106,12 +106,12 @@ class ShardedWeight:
 
 
 def start_of(param: Any) -> int:
-    """First element of this rank's shard in the flattened parameter."""
+    """Return the first element of this rank's shard in the flattened parameter."""
     return int(ds_comm.get_rank(group=param.ds_process_group) * param.ds_tensor.ds_numel)
 
 
 def num_real(param: Any) -> int:
-    """Elements of this rank's shard that are not padding; 0 on ranks beyond the parameter's end."""
+    """Return the number of elements of this rank's shard without padding; 0 beyond the parameter's end."""
     return int(max(0, min(param.ds_tensor.ds_numel, param.ds_numel - start_of(param))))
 
 
@@ -119,22 +119,22 @@ _BITS = {2: torch.int16, 4: torch.int32}
 
 
 def newer(source: Tensor, read: Tensor) -> Tensor:
-    """`source` (hp) where it rounds to `read`, else `read`: what nobody changed keeps its full precision. 1-D.
+    """Return `source` (hp) where it rounds to `read`, else `read`: unchanged elements keep full precision. 1-D.
 
     Args:
-        read: bf16; float32 of weights in which stock code has left that, as of a LoRA whose base zero.Init has cut.
+        read: bf16; float32 where DeepSpeed has left that, as in a LoRA whose base zero.Init has sharded.
     """
     return torch.where(same_bits(source.to(read.dtype), read), source.float(), read.float())
 
 
 def same_bits(left: Tensor, right: Tensor) -> Tensor:
-    """Which elements are the same, bit for bit; of one dtype, bf16 or float32."""
+    """Return which elements are the same, bit for bit; both tensors are bf16, or float32."""
     bits = _BITS[left.element_size()]
     return left.view(bits) == right.view(bits)
 
 
 def adjacent(shards: list[Tensor]) -> Tensor | None:
-    """The bytes of 1-D float8 tensors as one tensor if they lie one behind the other in one storage; a view."""
+    """Return a view of the bytes of 1-D float8 tensors if they lie one behind the other in one storage, else None."""
     first = shards[0]
     start = end = first.storage_offset()
     storage = first.untyped_storage().data_ptr()
@@ -146,10 +146,10 @@ def adjacent(shards: list[Tensor]) -> Tensor | None:
 
 
 class Fp8GatherHandle:
-    """An FP8 gather under way; `wait` makes its weights available. The coordinator's handle protocol.
+    """An FP8 gather under way; `wait` makes its weights available. It has the coordinator's handle protocol.
 
     Args:
-        buffers: what arrives, 1-D: each weight with padding, or all of them, rank by rank; none on a single rank.
+        buffers: received bytes, 1-D: each weight with padding, or all of them, rank by rank; none on a single rank.
         work: the collective.
     """
 
@@ -177,7 +177,7 @@ class Fp8GatherHandle:
         self.complete = True
 
     def _whole(self) -> list[Tensor]:
-        """Each weight's bytes with padding, 1-D. Of several weights in one buffer copies, made in one launch."""
+        """Return each weight's bytes with padding, 1-D; weights that share a buffer are copied, in one launch."""
         if not self.buffers:
             return [weight.shard.view(torch.uint8) for weight in self.weights]
         if len(self.buffers) == len(self.weights):
@@ -193,7 +193,7 @@ class Fp8Shards:
     """All FP8 weights of one ZeRO-3 optimizer, whose scales `quantizer` holds.
 
     Attributes:
-        persistent: the parameters that stay gathered, in the very list that stock code passes on.
+        persistent: the parameters that stay gathered, in the very list that DeepSpeed passes on.
     """
 
     persistent: Sequence[Any] = ()
@@ -212,20 +212,20 @@ class Fp8Shards:
         self._by_param[id(weight.param)] = weight
 
     def of(self, params: Iterable[Any]) -> list[ShardedWeight]:
-        """The FP8 weights among `params`."""
+        """Return the FP8 weights among `params`."""
         return [self._by_param[id(p)] for p in params if id(p) in self._by_param]
 
     def fetched_in_fp8(self, params: Iterable[Any]) -> list[ShardedWeight]:
-        """Those of `of` whose layers compute in FP8."""
+        """Return the FP8 weights among `params` whose layers compute in FP8."""
         return [weight for weight in self.of(params) if not weight.in_bf16]
 
     def fetched_by_stock(self, params: Iterable[Any]) -> list[Any]:
-        """The parameters that arrive in bf16."""
+        """Return the parameters that arrive in bf16."""
         return [p for p in params if id(p) not in self._by_param or self._by_param[id(p)].in_bf16]
 
     @torch.no_grad()
     def refresh_bf16(self) -> None:
-        """The shards of layers in bf16 are those of the masters."""
+        """Copy the masters to the bf16 shards of layers in bf16."""
         for weight in self.weights:
             if weight.in_bf16:
                 weight.read_source(weight.param.ds_tensor.data[: weight.num_real])
@@ -245,7 +245,7 @@ class Fp8Shards:
         self.mark_ready()
 
     def mark_ready(self) -> None:
-        """Later gathers, on whatever stream, wait for what has been written so far."""
+        """Make later gathers, on whatever stream, wait for everything that has been written so far."""
         if not get_accelerator().is_synchronized_device():
             self._ready = get_accelerator().Event()
             self._ready.record()
@@ -284,7 +284,7 @@ class Fp8Shards:
 
     @contextmanager
     def bf16_shards(self, weights: list[ShardedWeight], keep_written: bool = False) -> Iterator[None]:
-        """While inside, `ds_tensor` of `weights` holds bf16: of the masters, or what a user wrote since."""
+        """Keep bf16 in `ds_tensor` of `weights` inside the block: of the masters, or what a user wrote since."""
         # Not where an outer reader has it made already.
         made = [w for w in weights if not (w.keeps_bf16 or w.has_made_bf16 or id(w) in self._written)]
         for weight in made:
@@ -300,7 +300,7 @@ class Fp8Shards:
     def absorb(self, weights: list[ShardedWeight]) -> None:
         """Bring the FP8 shards up to date with bf16 shards that a user wrote (collective over the ZeRO group).
 
-        As in stock, masters stay: the written value holds until the next optimizer step. Elements that were not
+        As in DeepSpeed, masters stay: the written value holds until the next optimizer step. Elements that were not
         changed are quantised from the master, so that gathering for reading alone changes no bit.
         """
         values = []
@@ -333,7 +333,7 @@ class ZeroParamHooks(ParamHooks):
         self.weight = next(iter(shards.of([param])), None)
 
     def all_gather_coalesced(self, params: Iterable[Any], safe_mode: bool = False, quantize: bool = False) -> Any:
-        """Fetch for compute: FP8 weights in FP8, the rest as stock does."""
+        """Fetch for compute: FP8 weights in FP8, the rest as DeepSpeed does."""
         params = list(params)
         weights, rest = self.shards.fetched_in_fp8(params), self.shards.fetched_by_stock(params)
         handles: list[Any] = []
@@ -347,7 +347,7 @@ class ZeroParamHooks(ParamHooks):
         return Fetch(handles, params, self.shards.in_flight)
 
     def all_gather(self, param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
-        """Gather for reading: bf16 of the masters. Weights that are gathered in FP8 (persistent) are released first."""
+        """Gather bf16 of the masters for reading. Weights that are gathered in FP8 (persistent) are released first."""
         if param_list is self.shards.persistent:  # stock code after a step or a checkpoint
             return gather_persistent(self.shards)
         params = [self.param] if param_list is None else hand_on(param_list, self.shards, "all_gather")
@@ -365,7 +365,7 @@ class ZeroParamHooks(ParamHooks):
     def partition(
         self, param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, free_data: bool = True
     ) -> None:
-        """Release; with `has_been_updated` take over the values that a reader's bf16 weight now has."""
+        """Release; with `has_been_updated`, take over the new values of a reader's bf16 weight."""
         weight = self.weight
         is_fetched = weight is not None and weight.payload.data is not None and not self.param.ds_active_sub_modules
         if param_list is None and is_fetched and free_data and not has_been_updated:
@@ -393,10 +393,10 @@ class ZeroParamHooks(ParamHooks):
 
 
 def gather_persistent(shards: Fp8Shards) -> None:
-    """Gather those of `shards.persistent` that are not there, FP8 weights in FP8, the rest in their shards' dtype.
+    """Gather the missing ones of `shards.persistent`, FP8 weights in FP8, the rest in their shards' dtype.
 
-    Collective.
-    Stock code comes to the same bits in 6 ms of the host for the norms of a Llama-3-8B, while the device has no work.
+    Collective. DeepSpeed's own gather has the same bits, after 6 ms of the host for the norms of a Llama-3-8B, while
+    the device has no work.
     """
     params = [p for p in shards.persistent if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
     shards.wait_until_ready()
@@ -411,7 +411,7 @@ def gather_persistent(shards: Fp8Shards) -> None:
 
 @torch.no_grad()
 def _gather(params: list[Any]) -> int:
-    """Of one process group and dtype, in one collective; bytes that arrive."""
+    """Gather parameters of one process group and dtype in one collective; return the bytes that arrive."""
     group = params[0].ds_process_group
     num_ranks = ds_comm.get_world_size(group=group)
     sizes = [p.ds_tensor.ds_numel for p in params]

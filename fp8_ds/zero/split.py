@@ -1,4 +1,4 @@
-"""What both ZeRO mix-ins need where masters are split: scales in place of a quantiser, and flat tensors of no size."""
+"""Common parts of both ZeRO mix-ins with split masters: scales instead of a quantiser, flat tensors of no size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fp8_ds.scaling.predicted import PredictedScales
 
 
 def virtual_flat(numel: int, device: torch.device | str) -> Tensor:
-    """A float32 leaf of `numel` elements at the cost of one, in the place of DeepSpeed's flat masters.
+    """Make a float32 leaf of `numel` elements in the memory of one, in the place of DeepSpeed's flat masters.
 
     Reading it gives NaN; writing it raises, as into any expanded tensor.
     """
@@ -24,7 +24,7 @@ def virtual_flat(numel: int, device: torch.device | str) -> Tensor:
 
 
 class SplitQuantizer:
-    """In the place of `WeightQuantizer`: masters, which are in `fmt`, contain the FP8 bytes."""
+    """Replacement of `WeightQuantizer` where the masters, in `fmt`, contain the FP8 bytes."""
 
     def __init__(self, scales: PredictedScales, fmt: MasterFormat) -> None:
         self.scales = scales
@@ -44,7 +44,7 @@ class SplitQuantizer:
 
     @torch.no_grad()
     def amax_of(self, index: int, value: Tensor, start: int = 0) -> Tensor:
-        """Largest magnitude of `value`, a part of weight `index`: float32, 0-dim."""
+        """Return the largest magnitude of `value`, a part of weight `index`: float32, 0-dim."""
         return TENSOR.amax(value, ())
 
     @torch.no_grad()
@@ -61,7 +61,7 @@ class SplitQuantizer:
 
 
 def reduced_amaxes(num: int, sources: list[tuple[int, Tensor]], group: dist.ProcessGroup, device: Any) -> Tensor:
-    """float32 [num]: largest magnitude of every weight over all ranks. Collective.
+    """Return float32 [num]: the largest magnitude of every weight over all ranks. Collective.
 
     Args:
         sources: (weight, a piece of its values) as this rank holds them, any float dtype and device; pieces of no

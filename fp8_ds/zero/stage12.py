@@ -1,8 +1,8 @@
 """ZeRO-1 and 2: mix-in for DeepSpeedZeroOptimizer. Weights resident in one byte, gathered in one byte.
 
-DeepSpeed builds its optimizer; then `fp8_init` takes the bf16 flat buffers away. Per parameter group two compact
-buffers remain: FP8 bytes and bf16 for what is not FP8. `bit16_groups_flat` becomes a meta tensor of the same numel:
-stock code may still narrow it and copy into it. Seams: fp8_ds/engine/seams.py.
+DeepSpeed builds its optimizer; then `fp8_init` takes the bf16 flat buffers away. Two compact buffers remain for each
+parameter group: FP8 bytes, and bf16 for the other parameters. `bit16_groups_flat` becomes a meta tensor of the same
+numel: DeepSpeed may still narrow it and copy into it. Seams: fp8_ds/engine/seams.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HP_FREE_BYTES = 1 << 20
 
 
 class OwnedGroups(list[Tensor]):
-    """`bit16_groups_flat` of an FP8 optimizer: the gather recognises it and asks its owner instead."""
+    """`bit16_groups_flat` of an FP8 optimizer: the gather recognises it and calls its owner instead."""
 
     owner: weakref.ref[Any]
 
@@ -70,24 +70,24 @@ class Fp8ZeroStage12(Fp8AccessStage12):
         self._fp8_refresh(is_step=False)
 
     def _fp8_make_quantizer(self: Any, context: Fp8Context, device: torch.device) -> Any:
-        """What holds the scale vectors. Overridden where masters are split."""
+        """Make the holder of the scale vectors. Overridden for split masters."""
         shapes = [p.shape for p in self._fp8_flat_order(context)]
         granularity = context.granularity
         return WeightQuantizer(self.dp_process_group, shapes, granularity, device, context.history, context.counter)
 
     def _fp8_flat_order(self: Any, context: Fp8Context) -> list[Any]:
-        """FP8 weights in the order of the scale vectors: groups, then flat order."""
+        """Return the FP8 weights in the order of the scale vectors: groups, then flat order."""
         fp8 = {id(p) for p in context.trainable.values()}
         return [p for group in self.round_robin_bit16_groups for p in group if id(p) in fp8]
 
     def _fp8_fill_group(self: Any, i: int, flat: Tensor | None, fp8: CompactBuffer, hp: CompactBuffer) -> None:
-        """Encode the masters of group `i` from its bf16 weights, where masters are split; else nothing."""
+        """Encode the masters of group `i` from its bf16 weights if masters are split; else do nothing."""
 
     def _fp8_init_group(self: Any, i: int, names: dict[int, str], first: int) -> int:
-        """Move group `i` out of the flat buffer and drop it; returns its number of FP8 weights.
+        """Move group `i` out of the flat buffer and drop it; return its number of FP8 weights.
 
-        The order keeps the peak low: what is bf16 moves, the flat buffer goes, and only then come FP8 bytes. Where
-        masters are split it stays until these are encoded.
+        The order keeps the peak low: bf16 parameters move, the flat buffer goes, and only then come FP8 bytes. With
+        split masters it stays until these are encoded.
         """
         flat: Tensor = self.bit16_groups_flat[i]
         params, dtype, device = self.round_robin_bit16_groups[i], flat.dtype, flat.device
@@ -119,7 +119,7 @@ class Fp8ZeroStage12(Fp8AccessStage12):
     def _fp8_make_kind(
         self: Any, i: int, chosen: Sequence[bool], dtype: torch.dtype, device: torch.device
     ) -> CompactBuffer:
-        """An empty buffer for the `chosen` parameters of group `i`, which is in flat order."""
+        """Make an empty buffer for the `chosen` parameters of group `i`, which is in flat order."""
         places = zip(self.round_robin_bit16_groups[i], _flat_offsets(self, i), chosen, strict=True)
         found = [(p, start) for p, start, is_chosen in places if is_chosen]
         size, group = int(self.partition_size[i]), self.real_dp_process_group[i]
@@ -142,7 +142,7 @@ class Fp8ZeroStage12(Fp8AccessStage12):
 
     @torch.no_grad()
     def _fp8_refresh(self: Any, is_step: bool) -> None:
-        """Make weights on all ranks those of the masters: quantise, copy bf16, gather both. Collective."""
+        """Update the weights on all ranks from the masters: quantise, copy bf16, gather both. Collective."""
         self._fp8_quantizer.refresh(is_step)
         for i, hp in enumerate(self._hp_kinds):
             hp.copy_own(self.single_partition_of_fp32_groups[i].detach())
@@ -152,9 +152,7 @@ class Fp8ZeroStage12(Fp8AccessStage12):
         self._fp8_overwritten.clear()
 
     def _fp8_gather_all(self: Any) -> None:
-        """Complete bf16 parameters, bf16 of the masters where layers are in bf16, and the FP8 bytes of groups that have
-        layers in FP8. Collective.
-        """
+        """Gather bf16 parameters, bf16 for layers in bf16, and FP8 bytes of groups with layers in FP8. Collective."""
         counter = self._fp8.counter
         for i, (fp8, hp) in enumerate(zip(self._fp8_kinds, self._hp_kinds, strict=True)):
             if not self._fp8_is_all_bf16(i):
@@ -169,10 +167,10 @@ class Fp8ZeroStage12(Fp8AccessStage12):
 
     @torch.no_grad()
     def _fp8_point_params(self: Any, keep_values: bool) -> None:
-        """Parameters that are not in FP8 point into the compact buffers, also where a user has assigned `p.data`.
+        """Point parameters that are not in FP8 into the compact buffers, also where a user has assigned `p.data`.
 
         Args:
-            keep_values: what was assigned becomes the buffer's; else what the buffer has wins, as in stock code.
+            keep_values: whether assigned values go into the buffer; else the buffer's stay, as in DeepSpeed.
         """
         strays = [(hp.view(i), hp.params[i], hp.params[i].data.clone()) for hp in self._hp_kinds for i in hp.strays()]
         for view, p, value in strays:  # all were cloned first: two may have been exchanged
@@ -182,9 +180,9 @@ class Fp8ZeroStage12(Fp8AccessStage12):
 
     @torch.no_grad()
     def fp8_set_bf16(self: Any, names: Collection[str]) -> None:
-        """Beside the bytes of the weights `names`, and of no others, every rank has bf16 of their masters. Collective.
+        """Keep bf16 of the masters of the weights `names`, and of no others, beside their bytes. Collective.
 
-        What a user has written since the last step holds.
+        Values that a user has written since the last step hold.
         """
         skipped = [i for i in range(len(self._fp8_kinds)) if self._fp8_is_all_bf16(i)]
         self._fp8_bf16_kinds, kinds = [], []  # what was there is freed first
@@ -217,10 +215,10 @@ class Fp8ZeroStage12(Fp8AccessStage12):
         bf16.copy_own(self.single_partition_of_fp32_groups[i].detach())
 
     def step(self: Any, closure: Any = None) -> None:
-        """Stock step; its gather becomes ours. A skipped step leaves weights, scales and histories untouched.
+        """Run DeepSpeed's step with our gather. A skipped step leaves weights, scales and histories untouched.
 
         Raises:
-            UnsupportedError: the gather is stock code's again. Nothing has changed.
+            UnsupportedError: the gather is DeepSpeed's own again. Nothing has changed.
         """
         _expect_patched_gather()
         self._fp8_in_step = True
@@ -233,15 +231,16 @@ class Fp8ZeroStage12(Fp8AccessStage12):
             self._fp8.history.amax_local.zero_()
 
     def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Stock, then quantise; a universal load ends with stock's gather, which is ours. Raises as `step` does."""
+        """Load as DeepSpeed does, then quantise; a universal load ends with our gather. Raises as `step` does."""
         if kwargs.get("checkpoint_folder") is not None:
             _expect_patched_gather()
         super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
         self._fp8_refresh(is_step=False)
 
     def backward_epilogue(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Gradients that wait for the step, or for more micro-batches, leave the memory of CUDA graphs: stock code has
-        the very tensors that autograd left, and the next replay would write over them.
+        """Move gradients that wait for the step, or for more micro-batches, out of the memory of CUDA graphs.
+
+        DeepSpeed has the very tensors that autograd left, and the next replay would write over them.
         """
         super().backward_epilogue(*args, **kwargs)  # type: ignore[misc]
         if are_replayed():
@@ -249,11 +248,11 @@ class Fp8ZeroStage12(Fp8AccessStage12):
             self._fp8_own_gradients.take_over(self.all_grad_tensors.values(), params)
 
     def check_overflow(self: Any, partition_gradients: bool = True) -> None:
-        """`overflow` in a step: whether the norm of a group, which stock code clips by, is infinite or no number.
+        """Set `overflow` in a step: whether the norm of a group, by which DeepSpeed clips, is infinite or NaN.
 
-        Stock code looks into every gradient (some ten operators each), waits, and launches all norms to an idle device.
-        Finite gradients whose norm is beyond float32 (1.8e19) are an overflow, too, as from DeepSpeed 0.19.8 on. Where
-        a norm may leave gradients out (replicas of model parallelism, experts) stock code runs.
+        DeepSpeed's own check reads every gradient (some ten operators each), waits, and launches all norms to an idle
+        device. Finite gradients whose norm is beyond float32 (1.8e19) are an overflow, too, as from DeepSpeed 0.19.8
+        on. If a norm may leave gradients out (replicas of model parallelism, experts), DeepSpeed's own check runs.
         """
         if not (self._fp8_in_step and self._fp8_norm_has_all()):
             super().check_overflow(partition_gradients)  # type: ignore[misc]
@@ -266,7 +265,7 @@ class Fp8ZeroStage12(Fp8AccessStage12):
         self.overflow = not bool(((norms >= 0) & torch.isfinite(norms)).all())  # stock code says -1 for infinite or NaN
 
     def get_grad_norm_direct(self: Any, gradients: Any, params: Any, norm_type: float = 2) -> Tensor:
-        """As stock, but what `check_overflow` has measured in this step is not measured again."""
+        """Return DeepSpeed's norm; one that `check_overflow` has measured in this step is not measured again."""
         for k, (measured, norm) in enumerate(self._fp8_norms):
             if measured is gradients and norm_type == 2:
                 del self._fp8_norms[k]  # with the gradients, which stock code is about to free
@@ -285,10 +284,10 @@ class Fp8ZeroStage12(Fp8AccessStage12):
         )
 
     def _update_model_bit16_weights(self: Any, group_index: int) -> None:
-        """Nothing: parameters point into the compact buffers since the gather (`_fp8_point_params`)."""
+        """Do nothing: parameters point into the compact buffers since the gather (`_fp8_point_params`)."""
 
     def _link_all_hp_params(self: Any) -> None:
-        """Link fp32 fragments as stock does, without a bf16 copy of each weight behind `lp_fragment`."""
+        """Link fp32 fragments as DeepSpeed does, without a bf16 copy of each weight behind `lp_fragment`."""
         weights = self._fp8.trainable.values()
         for p in weights:
             p._fp8.export = p._fp8.placeholder.expand(p.numel())
@@ -330,7 +329,7 @@ class Fp8ZeroStage12(Fp8AccessStage12):
                 p._fp8.hp = bf16.view(index)
 
     def fp8_resident_bytes(self: Any) -> dict[str, int]:
-        """Bytes this rank holds: FP8 weights, bf16 parameters beside them, and how many weights are FP8."""
+        """Return this rank's bytes of FP8 weights and of bf16 parameters, and how many weights are FP8."""
         return {
             "fp8": sum(kind.buffer.numel() for kind in self._fp8_kinds),
             "hp": sum(kind.buffer.nbytes for kind in (*self._hp_kinds, *self._fp8_bf16_kinds)),
@@ -339,9 +338,9 @@ class Fp8ZeroStage12(Fp8AccessStage12):
 
 
 def _flat_offsets(optimizer: Any, i: int) -> list[int]:
-    """First element of each parameter of group `i` in the flat group, in flat order.
+    """Return the first element of each parameter of group `i` in the flat group, in flat order.
 
-    DeepSpeed 0.19 keeps them (parameters may be padded to 16 bytes); before, they lie without gaps.
+    DeepSpeed 0.19 stores these offsets (parameters may be padded to 16 bytes); before, parameters lie without gaps.
     """
     offsets = getattr(optimizer, "round_robin_bit16_offsets", None)
     if offsets is not None:
@@ -354,7 +353,7 @@ def _flat_offsets(optimizer: Any, i: int) -> list[int]:
 
 
 def _freeze(name: str, p: Any, granularity: Granularity) -> None:
-    """Store a frozen weight in FP8: every rank has all of it, so no collective and no owner."""
+    """Store a frozen weight in FP8. Every rank has all of it, so there is no collective and no owner."""
     scale, scale_inv = granularity.scales(granularity.amax(p.data.reshape(-1), p.shape))
     payload = Fp8Payload(name, scale, scale_inv, p.dtype, p.device)
     payload.data = payload.quantize(p.data)
@@ -372,7 +371,7 @@ def _freeze(name: str, p: Any, granularity: Granularity) -> None:
 
 
 def _expect_patched_gather() -> None:
-    """Stock's would gather meta tensors, some backends in silence, and the weights would stay what they are."""
+    """Raise if DeepSpeed's gather is its own again: it would gather meta tensors, some backends in silence."""
     if not hasattr(stage_1_and_2.all_gather_dp_groups, "fp8_ds_stock"):
         raise UnsupportedError(
             "fp8_ds.uninstall(): expected no engine in FP8 of ZeRO 1 or 2 in use after it, got a step of one, or a "
@@ -381,7 +380,7 @@ def _expect_patched_gather() -> None:
 
 
 def patched_all_gather(stock: Any) -> Any:
-    """`all_gather_dp_groups` that asks the owner of an FP8 optimizer's groups, and is stock for all others."""
+    """Wrap `all_gather_dp_groups`: an FP8 optimizer's groups go to their owner, all others to DeepSpeed's own."""
 
     def all_gather_dp_groups(groups_flat: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(groups_flat, OwnedGroups):
@@ -395,7 +394,7 @@ def patched_all_gather(stock: Any) -> Any:
 
 
 def are_replayed() -> bool:
-    """Whether torch.compile has CUDA graphs of this thread's on its device: outputs lie in memory that a replay writes.
+    """Whether this thread has CUDA graphs of torch.compile on its device, whose replays overwrite outputs.
 
     Source: torch 2.11 and 2.13, `torch/_inductor/cudagraph_trees.py`, `get_manager`; not imported for the question.
     """
@@ -412,7 +411,7 @@ class OwnGradients:
         self._known: dict[int, weakref.ref[Tensor]] = {}
 
     def take_over(self, lists: Iterable[list[Tensor] | None], params: Iterable[Any]) -> None:
-        """Entries of `lists`, and `grad` of `params`, are copies afterwards, if they were not when this last ran."""
+        """Copy the entries of `lists`, and `grad` of `params`, unless they were copied when this last ran."""
         known, self._known = self._known, {}
 
         def own(grad: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
 """ZeRO-3: mix-in for DeepSpeedZeroOptimizer_Stage3. FP8 shards, gathered in one byte, released after use.
 
-The masters are the only high-precision copy: the bf16 shard of an FP8 weight is made from its master when a stock
-reader asks, and dropped again. What is not FP8 keeps its bf16 shard.
-Seams: fp8_ds/engine/seams.py.
+The masters are the only high-precision copy: the bf16 shard of an FP8 weight is made from its master when DeepSpeed
+reads it, and dropped again. Parameters that are not FP8 keep their bf16 shards. Seams: fp8_ds/engine/seams.py.
 """
 
 from __future__ import annotations
@@ -29,11 +28,12 @@ from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight, ZeroParamHooks, newer
 from fp8_ds.zero.weights import Part, WeightQuantizer, aligned_starts
 
 _ALIGNMENT = 16
-"""Bytes: FP8 GEMMs read 16 at a time."""
+"""In bytes: FP8 GEMMs read 16 at a time."""
 
 _LEAVES_AHEAD = 4
-"""Fetches that the host may be ahead of, with leaves; in FP8 these are the bytes of two leaves in bf16. DeepSpeed's own
-bound is two, of parameters. Ranks that are late in turns wait for each other in every gather, but for a host ahead."""
+"""Fetches that the host may run ahead with leaves; in FP8 these are the bytes of two leaves in bf16. DeepSpeed's own
+bound is two parameters. Unless the host runs ahead, ranks that are late in turns wait for each other in every gather.
+"""
 
 
 class Fp8ZeroStage3:
@@ -69,7 +69,7 @@ class Fp8ZeroStage3:
         self._fp8_refresh(is_step=False)
 
     def _fp8_make_quantizer(self: Any, context: Fp8Context, device: torch.device) -> Any:
-        """What holds the scale vectors. This and the next three are overridden where masters are split."""
+        """Make the holder of the scale vectors. This and the next three are overridden for split masters."""
         shapes = [p.ds_shape for p in context.weights.values()]  # type: ignore[attr-defined]
         granularity = context.granularity
         return WeightQuantizer(self.dp_process_group, shapes, granularity, device, context.history, context.counter)
@@ -85,7 +85,7 @@ class Fp8ZeroStage3:
         self._fp8_make_shards(device)
 
     def _fp8_make_shards(self: Any, device: torch.device) -> None:
-        """One FP8 buffer for all weights, each shard at a multiple of 16 bytes."""
+        """Make one FP8 buffer for all weights, with each shard at a multiple of 16 bytes."""
         weights = self._fp8_shards.weights
         sizes = [weight.param.ds_tensor.ds_numel for weight in weights]
         starts = aligned_starts(sizes, _ALIGNMENT)
@@ -112,9 +112,7 @@ class Fp8ZeroStage3:
 
     @torch.no_grad()
     def fp8_set_bf16(self: Any, names: Collection[str]) -> None:
-        """The weights `names`, and no others, have a bf16 shard of their masters that stock code gathers. Gathered ones
-        are released.
-        """
+        """Give the weights `names`, and no others, bf16 shards that DeepSpeed gathers; release gathered ones."""
         for weight in self._fp8_shards.weights:
             wanted = weight.payload.name in names
             if wanted == weight.in_bf16:
@@ -131,17 +129,17 @@ class Fp8ZeroStage3:
         self._fp8_shards.mark_ready()
 
     def _fp8_hp_shards(self: Any, group: int) -> tuple[list[Tensor], list[Tensor]]:
-        """bf16 shards of sub-group `group` that are not FP8, and their masters."""
+        """Return the bf16 shards of sub-group `group` that are not FP8, and their masters."""
         params = self.fp16_groups[group]
         masters = self.fp32_partitioned_groups_flat[group].detach().split([p.ds_tensor.ds_numel for p in params])
         chosen = [k for k, p in enumerate(params) if not self._fp8_shards.of([p])]
         return [params[k].ds_tensor.data for k in chosen], [masters[k] for k in chosen]
 
     def _fp8_drop_flat(self: Any, remake: bool = False) -> None:
-        """Leave a meta tensor in place of the bf16 flat buffer; what is not FP8 gets bf16 shards of its own.
+        """Put a meta tensor in place of the bf16 flat buffer; parameters that are not FP8 get their own bf16 shards.
 
         Args:
-            remake: make these from the masters once the flat buffer is gone, which never holds both; else copy them.
+            remake: whether to make these from the masters after the flat buffer is freed; else they are copied.
         """
         for i, group in enumerate(self.fp16_groups):
             for p in (p for p in group if not self._fp8_shards.of([p])):
@@ -168,7 +166,7 @@ class Fp8ZeroStage3:
 
     @contextmanager
     def _fp8_bf16_flat(self: Any) -> Iterator[None]:
-        """While inside, the bf16 flat buffer exists as stock code left it, filled from the masters."""
+        """Restore DeepSpeed's bf16 flat buffer inside the block, filled from the masters."""
         numels = [flat.numel() for flat in self.fp16_partitioned_groups_flat]
         self.lp_param_buffer = self.lp_param_buffer.new_empty(sum(numels))
         for i, flat in enumerate(self.lp_param_buffer.split(numels)):
@@ -185,9 +183,9 @@ class Fp8ZeroStage3:
 
     # The name under which DeepSpeed's private `__avg_scatter_grads` is looked up.
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(self: Any, params: list[Any], *args: Any) -> list[Tensor]:
-        """Stock's, but gradients are cut by our `reduce_scatter_coalesced`.
+        """Run DeepSpeed's method with our `reduce_scatter_coalesced`.
 
-        A step's first gradients are written to where stock code copies them afterwards, which is then no copy: on CUDA
+        A step's first gradients are written to where DeepSpeed copies them afterwards. That copy is then free: on CUDA
         torch copies nothing onto itself (ATen/native/cuda/Copy.cu).
         """
         stock = ds_stage3.reduce_scatter_coalesced
@@ -200,8 +198,8 @@ class Fp8ZeroStage3:
             ds_stage3.reduce_scatter_coalesced = stock
 
     def partition_grads(self: Any, params_to_release: list[Any], grad_partitions: list[Tensor]) -> list[Tensor]:
-        """As stock, but what the micro-batches before did not use starts from zero, where stock code adds to the
-        gradient of an earlier step."""
+        """Run DeepSpeed's method, but start from zero for parameters that earlier micro-batches did not use; DeepSpeed
+        adds to the gradient of an earlier step."""
         for p in params_to_release:
             if p.ds_id not in self._fp8_has_gradient:
                 self._fp8_has_gradient.add(p.ds_id)
@@ -211,8 +209,8 @@ class Fp8ZeroStage3:
         return found
 
     def _pre_step(self: Any) -> None:
-        """As stock, but what no micro-batch has used has a gradient of zeros, as in stages 1 and 2. Stock code updates
-        it by that of the last step which used it, for as long as none does."""
+        """Give parameters that no micro-batch has used gradients of zeros, as in stages 1 and 2. DeepSpeed updates them
+        by the gradient of the last step that used them, for as long as none does."""
         if self._fp8_keeps_gradients:
             for p in (p for group in self.fp16_groups for p in group):
                 if p.ds_id not in self._fp8_has_gradient:
@@ -221,17 +219,17 @@ class Fp8ZeroStage3:
         super()._pre_step()  # type: ignore[misc]
 
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-        """As stock; micro-batches that a user drops in the middle of a step have used nothing."""
+        """Zero the gradients, and forget which parameters the micro-batches so far have used."""
         self._fp8_has_gradient.clear()
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
 
     def _fp8_gradient_buffer(self: Any, p: Any) -> Tensor:
-        """Where stock code adds up this rank's gradients of `p`."""
+        """Return the buffer in which DeepSpeed adds up this rank's gradients of `p`."""
         buffer: Tensor = self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[p.ds_id]
         return buffer
 
     def _reassign_or_swap_out_partitioned_parameters(self: Any, sub_group_id: int) -> None:
-        """After the update of one sub-group: bf16 shards from masters, for those that have one."""
+        """Copy the masters of an updated sub-group to its bf16 shards, for parameters that have one."""
         if self._fp8_flat_is_live:
             super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)  # type: ignore[misc]
             return
@@ -240,10 +238,10 @@ class Fp8ZeroStage3:
             torch._foreach_copy_(bf16, masters)
 
     def _post_step(self: Any, timer_names: Any) -> None:
-        """Stock, of new FP8 shards.
+        """Run DeepSpeed's method with new FP8 shards.
 
         Raises:
-            UnsupportedError: the masters are no longer those that the FP8 weights are quantised from: on all ranks.
+            UnsupportedError: the optimizer has other masters than those of the FP8 weights; on all ranks.
         """
         if self.fp32_partitioned_groups_flat is not self._fp8_masters:
             raise UnsupportedError(
@@ -270,7 +268,7 @@ class Fp8ZeroStage3:
 
     @torch.no_grad()
     def _restore_from_bit16_weights(self: Any) -> None:
-        """Masters from bf16 shards where these are the newer; a weight that nobody wrote keeps its precision."""
+        """Set masters from bf16 shards where these are the newer; a weight that nobody wrote keeps its precision."""
         shards = self._fp8_shards
         for i in range(len(self.fp16_groups)):
             bf16, masters = self._fp8_hp_shards(i)
@@ -296,7 +294,7 @@ class Fp8ZeroStage3:
         self._fp8_set_sources()
 
     def _fp8_move_weights(self: Any, device: torch.device) -> None:
-        """Move FP8 and bf16 shards to `device`, keeping every view into the buffer it was a view of."""
+        """Move FP8 and bf16 shards to `device`; views into the buffer stay views into it."""
         moved = self._fp8_flat.to(device)
         for weight in self._fp8_shards.weights:
             weight.shard = moved.narrow(0, weight.shard.storage_offset(), weight.shard.numel())
@@ -306,19 +304,19 @@ class Fp8ZeroStage3:
 
     @contextmanager
     def fp8_dense(self: Any) -> Iterator[dict[str, Tensor]]:
-        """Nothing to do: masters and moments are dense. Overridden where they are not."""
+        """Do nothing: masters and moments are dense here. Subclasses with FP8 states override it."""
         yield {}
 
     @contextmanager
     def fp8_export(self: Any, wanted: bool) -> Iterator[None]:
-        """Stock exports of ZeRO-3 gather bf16 of the masters. While inside, weights that a user has frozen have bf16
-        shards, which stock checkpoints hold in the place of masters."""
+        """Give weights that a user has frozen bf16 shards inside the block: DeepSpeed's checkpoints hold them in the
+        place of masters. Its exports of ZeRO-3 gather bf16 of the masters by themselves."""
         with self._fp8_shards.bf16_shards(self._fp8_frozen_since()):
             yield
 
     @contextmanager
     def fp8_load(self: Any) -> Iterator[None]:
-        """While inside, stock code may write the bf16 shards of weights that a user has frozen. Collective."""
+        """Let DeepSpeed write bf16 shards of weights that a user has frozen, inside the block. Collective."""
         frozen = self._fp8_frozen_since()
         with self._fp8_shards.bf16_shards(frozen, keep_written=True):
             yield
@@ -326,11 +324,11 @@ class Fp8ZeroStage3:
                 self._fp8_shards.absorb(frozen)
 
     def _fp8_frozen_since(self: Any) -> list[ShardedWeight]:
-        """FP8 weights with masters that a user has frozen in the middle of the run; the same on all ranks."""
+        """Return the FP8 weights with masters that a user has frozen in the middle of the run; equal on all ranks."""
         return [w for w in self._fp8_shards.weights if w.is_trainable and not w.param.requires_grad]
 
     def fp8_resident_bytes(self: Any) -> dict[str, int]:
-        """Bytes this rank holds outside a forward or backward: FP8 shards, bf16 shards, persistent weights."""
+        """Return this rank's bytes outside a forward or backward: FP8 shards, bf16 shards, persistent weights."""
         parameters = [p for p in self.module.parameters() if hasattr(p, "ds_id")]
         bf16 = {p.ds_tensor.untyped_storage().data_ptr(): p.ds_tensor.untyped_storage().nbytes() for p in parameters}
         persistent = sum(

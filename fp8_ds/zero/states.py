@@ -1,4 +1,4 @@
-"""What FP8 optimizer states do alike in ZeRO 1, 2 and 3: the update, what the host keeps of a step, dense states."""
+"""Common part of FP8 optimizer states in ZeRO 1, 2 and 3: the update, the host's numbers of a step, dense states."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from fp8_ds.zero.split import SplitQuantizer, reduced_amaxes, virtual_flat
 
 
 class Fp8States:
-    """Mix-in before `Fp8ZeroStage12` or `Fp8ZeroStage3`; the class that has both says where shards and masters lie.
+    """Mix-in before `Fp8ZeroStage12` or `Fp8ZeroStage3`; the class with both says where shards and masters lie.
 
     Attributes:
-        _fp8_waits: the host waits for a step's flag; else `overflow` is that of the step before.
+        _fp8_waits: whether the host waits for a step's flag; else `overflow` is that of the step before.
         _fp8_stock_masters: DeepSpeed's flat masters, one for each of `_fp8_flats`.
     """
 
@@ -41,7 +41,7 @@ class Fp8States:
         super().fp8_init(context)  # type: ignore[misc]
 
     def _fp8_make_scales(self: Any, names: list[str], values: list[Tensor], device: torch.device) -> SplitQuantizer:
-        """Scales of FP8 weights from what this rank has of their `values`; the scale vectors are in their order."""
+        """Make the scales of FP8 weights from this rank's parts of their `values`, in the same order."""
         self._fp8_scale_names = names
         num_extra = 0 if self._fp8.history is None else self._fp8.history.amax_local.numel()
         scales = PredictedScales(len(names), device, self.dp_process_group, num_extra)
@@ -63,7 +63,7 @@ class Fp8States:
         core.end()
 
     def _fp8_end_scales(self: Any) -> None:
-        """The step's amaxes have been reduced: those of activations and gradients go into their histories."""
+        """Update the histories of activations and gradients from the step's reduced amaxes."""
         self._fp8.counter.num_amax_reduces += 1
         if self._fp8.history is not None:
             scales = self.optimizer.core.scales
@@ -78,10 +78,10 @@ class Fp8States:
         return skipped
 
     def _fp8_end_step(self: Any, norm: Tensor) -> None:
-        """What the host keeps of a step whose flag was sent: overflow, norm, loss scale.
+        """Update the host's numbers after a step whose flag was sent: overflow, norm, loss scale.
 
         Raises:
-            ConfigError: it was skipped because ranks would have stepped with different numbers.
+            ConfigError: the step was skipped because ranks would have stepped with different numbers.
         """
         self.overflow = self.fp8_flag.resolve(self._fp8_waits)
         self._fp8_alike.end_step(self.optimizer.param_groups, self.overflow)
@@ -89,21 +89,21 @@ class Fp8States:
         self._update_scale(self.overflow)
 
     def fp8_bound_sums(self: Any) -> dict[int, float]:
-        """Sums that bound the update, by parameter group whose betas have moved; the same on all ranks."""
+        """Return the sums that bound the update, by parameter group whose betas have changed; equal on all ranks."""
         core = self.optimizer.core
         core.follow(self.optimizer.param_groups)
         sums: dict[int, float] = core.sums.by_group()
         return sums
 
     def fp8_load_bound_sums(self: Any, sums: dict[int, float]) -> None:
-        """Inverse, once moments have been loaded. Of other groups all steps had the betas that were loaded."""
+        """Load `fp8_bound_sums` after the moments. Steps of other groups all had the betas that were loaded."""
         core = self.optimizer.core
         core.follow(self.optimizer.param_groups)
         core.sums.set_by_group(sums)
 
     @contextmanager
     def fp8_dense(self: Any) -> Iterator[dict[str, Tensor]]:
-        """While inside, masters are dense float32 on the CPU, and moments put into `optimizer.state` stay there.
+        """Make masters dense float32 on the CPU inside the block; moments put into `optimizer.state` stay there.
 
         On leaving, both are quantised, and in stages 1 and 2 the weights gathered. Collective. The dict may be filled
         with scale_inv by weight name, to store the masters with.
@@ -123,14 +123,14 @@ class Fp8States:
             self._fp8_absorb(scales)
 
     def _fp8_enter_dense(self: Any) -> None:
-        """Overridden where stock code holds views of masters."""
+        """Do nothing. Overridden where DeepSpeed holds views of masters."""
 
     def _fp8_dense_masters(self: Any) -> Iterator[Tensor]:
         scale_inv = self.optimizer.core.scales.scale_inv
         return (dense_flat(flat, None, scale_inv, "cpu") for flat in self._fp8_flats)
 
     def _fp8_absorb(self: Any, saved_scales: dict[str, Tensor]) -> None:
-        """Quantise dense moments and masters, and leave no memory of these. Collective."""
+        """Quantise dense moments and masters, and free the memory of the masters. Collective."""
         masters = self._fp8_stock_masters
         self.optimizer.absorb_dense(masters)
         core = self.optimizer.core

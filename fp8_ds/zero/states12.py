@@ -96,7 +96,7 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         self.optimizer.param_groups[i]["params"] = [virtual]
 
     def _fp8_pieces(self: Any, i: int, fp8: CompactBuffer, hp: CompactBuffer, first: int) -> list[Piece]:
-        """Shards of group `i` without low parts and moments, in the order of the partition."""
+        """Return the shards of group `i` without low parts and moments, in the order of the partition."""
         pieces = []
         for kind in (fp8, hp):
             fmt = self._fp8_format if kind is fp8 else BF16_8
@@ -127,8 +127,8 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         )
 
     def setup_buckets(self: Any) -> None:
-        """This and the next three do nothing with one rank: stock code then finds in `p.grad` what buckets would
-        bring back there, and accumulates, clears and hands it over as it does with any number of ranks."""
+        """Set up buckets, except with one rank, where this and the next three do nothing: DeepSpeed then finds in
+        `p.grad` what buckets would bring back there, and treats it as with any number of ranks."""
         if not self._fp8_is_direct:
             super().setup_buckets()  # type: ignore[misc]
 
@@ -147,10 +147,11 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
             super().reduce_gradients(pipeline_parallel=pipeline_parallel)  # type: ignore[misc]
 
     def step(self: Any, closure: Any = None) -> None:
-        """One update of all fragments, straight from the reduced gradients; then FP8 and bf16 are gathered.
+        """Update all fragments straight from the reduced gradients; then gather FP8 and bf16.
 
-        `overflow` (a gradient was infinite or NaN, nothing has changed): true at once with `bf16.check_grad_overflow`,
-        DeepSpeed's default; without, the host does not wait for the device and learns it one step late.
+        `overflow` (a gradient was infinite or NaN, nothing has changed) is true at once with
+        `bf16.check_grad_overflow`, DeepSpeed's default; without it, the host does not wait for the device and learns of
+        it one step late.
         """
         self.micro_step_id = INITIAL_MICRO_STEP_ID
         self._fp8_point_params(keep_values=True)  # what a user assigns is the master, as what he writes in place
@@ -172,7 +173,7 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         self.timers.log(OPTIMIZER_TIMERS)
 
     def _fp8_gradients(self: Any) -> tuple[list[Tensor], list[Any]]:
-        """This rank's reduced gradients, 1-D, one per shard, and the parameters they are of."""
+        """Return this rank's reduced gradients, 1-D, one per shard, and their parameters."""
         by_name: dict[str, tuple[Tensor, Any]] = {}
         for i, params in enumerate(self.params_in_partition):
             _drop_gradients(self.params_not_in_partition[i])
@@ -186,7 +187,7 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
 
     @torch.no_grad()
     def _fp8_refresh(self: Any, is_step: bool) -> None:
-        """Gather FP8 bytes and bf16. Collective. Inside `fp8_dense` nothing: it ends with a gather."""
+        """Gather FP8 bytes and bf16. Collective. It does nothing inside `fp8_dense`, which ends with a gather."""
         if self._fp8_is_dense:
             return
         self._fp8_gather_all()
@@ -213,7 +214,7 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         self._fp8_overwritten.clear()
 
     def _get_groups_without_padding(self: Any, groups: Any) -> Any:
-        """Of the masters, which stock code saves: dense float32 on the CPU."""
+        """Return the masters as DeepSpeed saves them, dense float32 on the CPU, without padding."""
         return super()._get_groups_without_padding(self._fp8_dense_masters())  # type: ignore[misc]
 
     def _restore_from_bit16_weights(self: Any) -> None:
@@ -234,7 +235,7 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
             self._fp8_link()
 
     def _fp8_link(self: Any) -> None:
-        """Fragments of this rank's parameters read and write quantised states."""
+        """Make fragments of this rank's parameters read and write quantised states."""
         if self.optimizer._core is None:
             return
         pieces = {piece.shard.name: piece for flat in self._fp8_flats for piece in flat.pieces}
@@ -245,7 +246,7 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         self._hp_optimizer_states_linked = True  # nothing is left for stock code to link in its first step
 
     def _fp8_link_fragment(self: Any, i: int, p: Any, piece: Piece | None) -> None:
-        """A fragment where this rank has a shard. Stock code is wrong about that with `round_robin_gradients`."""
+        """Link a fragment if this rank has a shard. DeepSpeed is wrong about that with `round_robin_gradients`."""
         if piece is None:
             p._hp_mapping = None
             return
@@ -264,7 +265,7 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
 
     @torch.no_grad()
     def _fp8_set_full(self: Any, p: Any, value: Tensor, optim_state_key: str | None = None) -> None:
-        """For `safe_set_full_fp32_param` and its like: `value` is the whole tensor, on every rank."""
+        """Set a master or moment to `value`, whole on every rank, for `safe_set_full_fp32_param` and its like."""
         core = self.optimizer.core
         flat = value.detach().reshape(-1)
         if optim_state_key is None:
@@ -283,7 +284,7 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         write_dense(shard, optim_state_key, flat.narrow(0, shard.start, shard.numel), core.scales.scale_inv)
 
     def _fp8_write(self: Any, group_index: int, index: int, slot: int, flat: Tensor) -> None:
-        """What a user writes into a weight is its master, but where it is what was read."""
+        """Make what a user writes into a weight its master, except elements that equal what was read."""
         if self._fp8_is_dense or self._fp8_loading:
             super()._fp8_write(group_index, index, slot, flat)
             return
@@ -304,10 +305,10 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
             write_dense(shard, None, flat.narrow(0, shard.start, shard.numel), self._fp8_quantizer.scale_inv)
 
     def _fp8_take_over_bf16(self: Any) -> None:
-        """Nothing: bf16 parameters are the high parts of their masters, whoever writes them."""
+        """Do nothing: bf16 parameters are the high parts of their masters, whoever writes them."""
 
     def _fp8_shards_of(self: Any, group_index: int, index: int) -> list[AdamShard]:
-        """What this rank holds of FP8 weight `index` of a group: at most one shard."""
+        """Return this rank's shards of FP8 weight `index` of a group: at most one."""
         name = self._fp8_names[id(self._fp8_kinds[group_index].params[index])]
         return [piece.shard for piece in self._fp8_flats[group_index].pieces if piece.shard.name == name]
 
@@ -318,7 +319,7 @@ def _drop_gradients(params: list[Any]) -> None:
 
 
 class StateFragment(tensor_fragment):
-    """A fragment whose master and moments are de-quantised when asked for."""
+    """Fragment whose master and moments are de-quantised when they are read."""
 
     fp8_owner: Any
     fp8_shard: AdamShard

@@ -42,7 +42,7 @@ class SplitWeight(ShardedWeight):
 
     @property
     def source(self) -> Tensor:
-        """float32 [num_real]: the masters, decoded; a new tensor. Of a frozen weight its bf16 shard."""
+        """Decoded masters, float32 [num_real], in a new tensor; the bf16 shard of a frozen weight."""
         if self.state is None:
             return self.param.ds_tensor.data[: self.num_real]
         out = torch.empty(self.state.numel, dtype=torch.float32, device=self.state.hi.device)
@@ -51,7 +51,7 @@ class SplitWeight(ShardedWeight):
 
     @source.setter
     def source(self, value: Tensor) -> None:
-        """Nothing: there is one place where masters lie."""
+        """Do nothing: there is one place where masters lie."""
 
     def read_source(self, out: Tensor) -> None:
         if self.state is None:
@@ -66,7 +66,7 @@ class SplitShards(Fp8Shards):
     owner: Any
 
     def absorb(self, weights: list[ShardedWeight]) -> None:
-        """What a user wrote becomes the master (stock keeps it only until the next step). Collective.
+        """Make what a user wrote the master (DeepSpeed keeps it only until the next step). Collective.
 
         Elements that were not changed keep their full precision.
         """
@@ -164,7 +164,7 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
 
     @torch.no_grad()
     def fp8_write_masters(self: Any, weights: list[ShardedWeight], values: list[Tensor]) -> None:
-        """Masters of FP8 weights become `values` (1-D, this rank's), with scales to fit. Collective."""
+        """Set the masters of FP8 weights to `values` (1-D, this rank's), with scales to fit. Collective."""
         quantizer: SplitQuantizer = self._fp8_shards.quantizer
         sources = [(weight.index, value) for weight, value in zip(weights, values, strict=True)]
         amaxes = reduced_amaxes(quantizer.scales.num, sources, self.dp_process_group, quantizer.scales.amax.device)
@@ -184,7 +184,7 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
 
     @torch.no_grad()
     def _fp8_refresh(self: Any, is_step: bool) -> None:
-        """The shards are the masters; what is left is to let later gathers wait for them, and amax histories."""
+        """Make later gathers wait for the shards, which are the masters already, and update amax histories."""
         if self._fp8_is_dense:
             return
         self._fp8_shards.mark_ready()
@@ -197,7 +197,7 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
         self._fp8_end_scales()
 
     def independent_gradient_partition_epilogue(self: Any) -> None:
-        """As stock, but it is the device that waits for the last reductions: a host that does would let it run dry."""
+        """Run DeepSpeed's epilogue, with the device waiting for the last reductions: a waiting host lets it run dry."""
         stream = self.reduce_and_partition_stream
         if stream is not None:  # else the device has no streams
             stream.synchronize = lambda: get_accelerator().current_stream().wait_stream(stream)
@@ -208,12 +208,12 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
                 del stream.synchronize
 
     def step(self: Any, closure: Any = None) -> None:
-        """One update of all shards, straight from the reduced gradients.
+        """Update all shards straight from the reduced gradients.
 
-        `overflow`: a gradient was infinite or NaN, nothing has changed. The host waits for the device to know it, as
-        in stock code, unless `bf16.check_grad_overflow` is false: then it learns it one step late.
+        `overflow`: a gradient was infinite or NaN, nothing has changed. The host waits for the device to know it, as in
+        DeepSpeed, unless `bf16.check_grad_overflow` is false: then it learns of it one step late.
 
-        What only the host has to do, which grows with the number of parameters, follows while the device updates.
+        Work for the host alone, which grows with the number of parameters, follows while the device updates.
         """
         self._pre_step()
         timer_names = {_STEP_TIMER}
@@ -233,7 +233,7 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
             self._post_step(timer_names)
 
     def _fp8_gradients(self: Any) -> tuple[list[Tensor], list[Any]]:
-        """This rank's reduced gradients, 1-D, one per shard, and the parameters they are of."""
+        """Return this rank's reduced gradients, 1-D, one per shard, and their parameters."""
         grads, params = [], []
         for i, group in enumerate(self.fp16_groups):
             for p, grad in zip(group, self.averaged_gradients[i], strict=True):
@@ -254,7 +254,7 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
         self._fp8_fetch_persistent_anew()
 
     def _fp8_fetch_persistent_anew(self: Any) -> None:
-        """Persistent parameters, which a load gathers while masters are dense, are those of the shards. Collective."""
+        """Gather persistent parameters again from the shards: a load has them from dense masters. Collective."""
         stale = [p for p in self.persistent_parameters if p.ds_status == ZeroParamStatus.AVAILABLE]
         for p in stale:
             p.partition()
@@ -267,7 +267,7 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
         return super()._fp8_hp_shards(group)
 
     def _rigid_state_dict(self: Any) -> dict[str, Any]:
-        """Stock: dense float32 masters and moments under their stock names, on the CPU."""
+        """Return DeepSpeed's state with dense float32 masters and moments on the CPU, under their stock names."""
         state: dict[str, Any] = super()._rigid_state_dict()  # type: ignore[misc]
         state["fp32_flat_groups"] = list(self._fp8_dense_masters())
         return state
@@ -291,7 +291,7 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
     def _get_fp32_opt_state_partition(
         self: Any, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
     ) -> tuple[Tensor, int]:
-        """A de-quantised copy of this rank's part, padding included; writing into it changes nothing."""
+        """Return a de-quantised copy of this rank's part, padding included; writing into it changes nothing."""
         row, _ = self._fp8_places[id(param)]
         core, shard = self.optimizer.core, self._fp8_shard_of.get(id(param))
         if optim_state_key is not None and (optim_state_key not in MOMENTS or not core.has_moments):

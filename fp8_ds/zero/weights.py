@@ -24,9 +24,8 @@ _ALIGNMENT = 4
 
 
 class Part(NamedTuple):
-    """What one rank owns of one weight: `source` (1-D, fp32 or bf16, without padding) is quantised into `shard` (1-D
-    float8 of the same numel). `start` is its first element in the flattened weight.
-    """
+    """One rank's part of one weight: `source` (1-D, fp32 or bf16, without padding) is quantised into `shard` (1-D
+    float8 of the same numel). `start` is its first element in the flattened weight."""
 
     source: Tensor
     shard: Tensor
@@ -34,23 +33,23 @@ class Part(NamedTuple):
 
 
 class WeightQuantizer:
-    """Keeps the FP8 shards of this rank equal to the quantised masters.
+    """Quantiser that keeps the FP8 shards of this rank equal to the quantised masters.
 
     All local amaxes lie in one float32 vector, and behind them the amax histories of activations and gradients (recipe
-    `delayed`); one MAX all-reduce makes them, and so every scale, equal on all ranks. A shard edge may cut a weight, a
-    row, a tile: partition-then-quantise equals quantise-then-partition bit for bit.
+    `delayed`); one MAX all-reduce makes them, and so every scale, equal on all ranks. A shard may end inside a weight,
+    a row or a tile: partition-then-quantise equals quantise-then-partition bit for bit.
 
     Args:
         group: the ZeRO group.
-        shapes: of the weights, unsharded.
+        shapes: those of the unsharded weights.
         granularity: which elements of a weight share a scale.
         device: where weights live.
-        history: of the recipe `delayed`, else None.
-        counter: books the all-reduce.
+        history: amax histories of the recipe `delayed`, else None.
+        counter: counts the all-reduces.
 
     Attributes:
-        scale, scale_inv: float32 [num_weights] of views: the grid of each weight (see scaling/granularity.py), in
-            place for life.
+        scale, scale_inv: lists of num_weights float32 views: the grid of each weight (see scaling/granularity.py),
+            which never moves.
     """
 
     def __init__(
@@ -87,13 +86,13 @@ class WeightQuantizer:
         self._cast: PartsCast | None = None
 
     def _grids(self, vector: Tensor, starts: list[int]) -> list[Tensor]:
-        """Each weight's own of a vector; with version counters of their own."""
+        """Return each weight's grid as a view of a vector, with a version counter of its own."""
         shapes = [self.granularity.grid(shape) for shape in self._shapes]
         each = zip(starts, shapes, strict=False)
         return [vector.data[start : start + math.prod(shape)].view(shape) for start, shape in each]
 
     def set_parts(self, parts: Sequence[Part | None]) -> None:
-        """Name what this rank quantises of each weight; None or empty where it owns nothing."""
+        """Set what this rank quantises of each weight; None or empty if it owns nothing."""
         self._parts = [(index, part) for index, part in enumerate(parts) if part is not None and part.source.numel()]
         at = [self._starts[index] for index, _ in self._parts]
         self._at = torch.tensor(at, dtype=torch.long, device=self.device)
@@ -101,7 +100,7 @@ class WeightQuantizer:
 
     @torch.no_grad()
     def refresh(self, is_step: bool) -> None:
-        """Measure, reduce, rescale and quantise everything; afterwards the shards are those of the masters.
+        """Measure, reduce, rescale and quantise everything, so that the shards are those of the masters.
 
         Collective over the ZeRO group. No host synchronisation, except by the first call after `set_parts`. With one
         scale a weight the host launches as much for one weight as for many.
@@ -132,7 +131,7 @@ class WeightQuantizer:
 
     @torch.no_grad()
     def amax_of(self, index: int, value: Tensor, start: int = 0) -> Tensor:
-        """Grid of the largest magnitudes of the elements from `start` on (1-D) of weight `index`, float32."""
+        """Return the grid of largest magnitudes of the elements from `start` on (1-D) of weight `index`, float32."""
         return self.granularity.amax(value, self._shapes[index], start)
 
     @torch.no_grad()
@@ -154,7 +153,7 @@ class WeightQuantizer:
             start += source.numel()
 
     def _block(self, index: int) -> tuple[int, int]:
-        """Rows and columns of weight `index` that share a scale, where not all do."""
+        """Return the rows and columns of weight `index` that share a scale, if not all do."""
         return self.granularity.block[0] or 1, self.granularity.block[1] or self._shapes[index][1]
 
     def _cast_part(self, index: int, part: Part) -> CastPart:
@@ -165,7 +164,7 @@ class WeightQuantizer:
 
 
 def aligned_starts(sizes: Sequence[int], alignment: int) -> list[int]:
-    """Start of each piece, a multiple of `alignment`; the end of the last one behind them."""
+    """Return the start of each piece, a multiple of `alignment`, and the end of the last one behind them."""
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + -(-size // alignment) * alignment)
