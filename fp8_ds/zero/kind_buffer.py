@@ -14,7 +14,7 @@ from fp8_ds.numerics.formats import E4M3
 
 FP8_ALIGNMENT = 16
 HP_ALIGNMENT = 8
-"""In elements. Tensors of either kind start at a multiple of 16 bytes: FP8 GEMMs read 16 at a time."""
+"""Alignment in elements: tensors of either kind start at a multiple of 16 bytes: FP8 GEMMs read 16 at a time."""
 
 
 def pieces_of(flat: Tensor, places: Sequence[tuple[int, int]]) -> list[Tensor]:

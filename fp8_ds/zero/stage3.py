@@ -28,7 +28,7 @@ from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight, ZeroParamHooks, newer
 from fp8_ds.zero.weights import Part, WeightQuantizer, aligned_starts
 
 _ALIGNMENT = 16
-"""In bytes: FP8 GEMMs read 16 at a time."""
+"""Alignment in bytes: FP8 GEMMs read 16 at a time."""
 
 _LEAVES_AHEAD = 4
 """Fetches that the host may run ahead with leaves; in FP8 these are the bytes of two leaves in bf16. DeepSpeed's own

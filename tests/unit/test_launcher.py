@@ -6,7 +6,7 @@ import socket
 import pytest
 import torch
 
-from fp8_ds import host as launcher
+from fp8_ds import host
 from fp8_ds.errors import ConfigError
 from fp8_ds.host import free_port, which_gpus
 
@@ -75,8 +75,8 @@ def test_a_port_in_use_is_passed_over(monkeypatch):
         listener.bind(("127.0.0.1", 0))
         taken = listener.getsockname()[1]
         spare = free_port()
-        monkeypatch.setattr(launcher, "_PORTS", [taken] * 99 + [spare])
+        monkeypatch.setattr(host, "_PORTS", [taken] * 99 + [spare])
         assert free_port() == spare
-        monkeypatch.setattr(launcher, "_PORTS", [taken] * 100)
+        monkeypatch.setattr(host, "_PORTS", [taken] * 100)
         with pytest.raises(OSError, match=rf"expected a free port among {taken} to {taken}, got none in 100 tries"):
             free_port()
