@@ -17,6 +17,9 @@ loss column is judged by. An arm that is off by more than three times that is ma
 `--trunk-steps N`: a bf16 run takes N steps first, and all arms start from its weights. From scratch two runs part by
 tenths of a per cent, whatever differs between them, where the model learns to copy from its context.
 
+`--base FILE`: the reference is not trained again; the losses are compared with those of its runs in that file, which
+must have the same text, seeds, model and steps. Their speed is not: machines differ.
+
 An arm that fails is recorded with the end of its log, one that no longer fits into `--budget` is left out with a line,
 the rest goes on. With several GPUs, arms that need one each run side by side; with `--per-gpu N` so do N on each GPU,
 for losses alone: small models leave a GPU idle while their host works. Each call appends a run to one dated JSON
@@ -96,7 +99,7 @@ class Job:
 def work_list(args: argparse.Namespace, model: Model) -> list[Job]:
     """By seed: the trunk, the reference, the arms, the reference again."""
     jobs = []
-    reference = [parse_arm(args.reference, model)] if args.reference else []
+    reference = [parse_arm(args.reference, model)] if args.reference and not args.base else []
     arms = [parse_arm(name, model) for name in args.arms if name != args.reference]
     for seed in args.seeds:
         jobs += [Job(parse_arm(TRUNK, model), seed, is_trunk=True)] if args.trunk_steps else []
@@ -309,6 +312,8 @@ def chosen_model(args: argparse.Namespace) -> Model:
 
 def measure(args: argparse.Namespace) -> Path:
     """Runs the list; returns the JSON to which it was appended."""
+    if args.base and not args.reference:
+        raise SystemExit("--base: expected the arm whose runs it has as --reference, got none. Name it.")
     if args.chunk_mem_const != 1 and args.cross_entropy != "liger":
         raise SystemExit(
             f"--chunk-mem-const: expected 1 with cross entropy stock, got {args.chunk_mem_const}. Add --cross-entropy "
@@ -345,6 +350,8 @@ def measure(args: argparse.Namespace) -> Path:
     def save(results: list[dict[str, Any]], skipped: list[str]) -> None:
         end_to_end_report.add(path, {**run, "results": results, "skipped": skipped})
 
+    if args.base:
+        run["base"] = end_to_end_report.base_runs(run, end_to_end_report.load(args.base), args.seeds)
     num_slots = max(1, num_gpus() // model.gpus) if uses_cuda() else 1
     num_groups = min(args.groups or 99, num_slots * args.per_gpu)
     Scheduler(jobs, num_groups, args.budget - (time.monotonic() - began), one, save).run()
@@ -359,6 +366,7 @@ def parse_args() -> argparse.Namespace:
     how = parser.add_argument_group("how")
     how.add_argument("--model", choices=list(MODELS), default="llama-2b")
     how.add_argument("--reference", metavar="ARM", help="bf16, with which the others' speed and loss are compared")
+    how.add_argument("--base", type=Path, metavar="JSON", help="file with the reference's runs of these seeds")
     how.add_argument("--seeds", nargs="+", type=int, default=[0])
     how.add_argument("--steps", type=int, default=200)
     how.add_argument("--trunk-steps", type=int, default=0, help="in bf16, from whose weights all arms start")

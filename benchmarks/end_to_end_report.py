@@ -99,10 +99,32 @@ def held_out(result: Mapping[str, Any]) -> float:
     return loss
 
 
-def bases(run: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
-    """By seed: the reference's run."""
+def bases(run: Mapping[str, Any], runs: Iterable[Mapping[str, Any]] = ()) -> dict[int, Mapping[str, Any]]:
+    """By seed: the reference's run, of this run's results or, by `--base`, of the one of `runs` that is named there."""
     of_reference = (r for r in good(run) if r["arm"] == run["reference"] and not r["is_trunk"])
-    return {r["seed"]: r for r in of_reference if not r["is_second"]}
+    own = {r["seed"]: r for r in of_reference if not r["is_second"]}
+    named = run.get("base", {})
+    found = {seed: r for other in runs if other["id"] in named.values() for seed, r in bases(other).items()}
+    return {seed: found[seed] for seed in map(int, named) if seed in found} | own
+
+
+SAME_IN_BASE = ("mode", "model", "steps", "trunk_steps", "cross_entropy", "clip", "text")
+
+
+def base_runs(run: Mapping[str, Any], runs: Iterable[Mapping[str, Any]], seeds: Iterable[int]) -> dict[str, str]:
+    """By seed: id of the newest of `runs` that trained the reference on this run's text, model and steps.
+
+    Raises:
+        SystemExit: a seed has none.
+    """
+    alike = [other for other in runs if all(other[key] == run[key] for key in SAME_IN_BASE)]
+    found = {seed: other["id"] for other in alike for seed, r in bases(other).items() if r["arm"] == run["reference"]}
+    if missing := sorted(set(seeds) - set(found)):
+        raise SystemExit(
+            f"--base: expected runs of {run['reference']} for the seeds {missing} with the same "
+            f"{', '.join(SAME_IN_BASE)}, got none. The text here: {run['text']}. Leave --base out to train them."
+        )
+    return {str(seed): found[seed] for seed in seeds}
 
 
 def spread(run: Mapping[str, Any]) -> float | None:
@@ -138,9 +160,9 @@ def line(result: Mapping[str, Any]) -> str:
 # --- tables ---
 
 
-def training_table(run: Mapping[str, Any]) -> str:
+def training_table(run: Mapping[str, Any], runs: Iterable[Mapping[str, Any]] = ()) -> str:
     """A row a run: speed, memory, and the loss beside that of bf16 on the same batches."""
-    base_of, noise = bases(run), spread(run)
+    base_of, noise = bases(run, runs), spread(run)
     speed = [r["tokens_per_second_per_gpu"] for r in good(run) if r["arm"] == run["reference"] and not r["is_trunk"]]
     lines = [
         f"| arm | seed | ms/step | tokens/s a GPU | of {run['reference'] or 'the reference'} | peak GiB allocated / "
@@ -179,7 +201,7 @@ def differences(result: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]
     return [f"{percent(of(result), of(base)):+.3f}" for of in (late_loss, held_out)]
 
 
-def pairs(runs: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str, int], dict[str, dict[int, tuple[float, float]]]]:
+def pairs(runs: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, int], dict[str, dict[int, tuple[float, float]]]]:
     """By (model, reference, steps), by arm, by seed: per cent by which training and held-out loss are above bf16's.
 
     Of the same seed in several runs the last counts.
@@ -188,7 +210,7 @@ def pairs(runs: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str, int], dict[
     for run in runs:
         if run["mode"] != "train" or not run["reference"]:
             continue
-        base_of = bases(run)
+        base_of = bases(run, runs)
         arms = found.setdefault((run["model"]["name"], run["reference"], run["steps"]), {})
         for r in good(run):
             base = base_of.get(r["seed"])
@@ -239,7 +261,7 @@ def _in_eager(run: Mapping[str, Any]) -> list[str]:
     return [line for one in told for line in ("", one)]
 
 
-def section(run: Mapping[str, Any]) -> str:
+def section(run: Mapping[str, Any], runs: Iterable[Mapping[str, Any]] = ()) -> str:
     """One run: what it was, its table, what was left out."""
     m, box = run["model"], run["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in box["versions"].items())
@@ -248,6 +270,10 @@ def section(run: Mapping[str, Any]) -> str:
     chunks = f" with chunk_mem_const {run['chunk_mem_const']}" if run["chunk_mem_const"] != 1 else ""
     sharing = "" if is_timed(run) else f" {run['per_gpu']} runs shared a GPU, so none is timed."
     trunk = f" after {run['trunk_steps']} in bf16, which they share" if run["trunk_steps"] else ""
+    if base := run.get("base"):
+        trunk = trunk.replace("they", "the arms")
+        sharing += f" Losses beside {run['reference']}'s of the runs {', '.join(sorted(set(base.values())))}"
+        sharing += ", whose trunks were others of the same seeds." if trunk else "."
     lines = [
         f"## {m['name']}, {run['steps']} steps{trunk} ({run['id']})",
         "",
@@ -258,7 +284,7 @@ def section(run: Mapping[str, Any]) -> str:
         f"{run['attention']} ({attention}). All DeepSpeed arms: {zero}.{sharing}",
         f"Text: {run['text']}.",
         "",
-        profile_tables(run) if run["mode"] == "profile" else training_table(run),
+        profile_tables(run) if run["mode"] == "profile" else training_table(run, runs),
         "",
         *(f"- {skipped}" for skipped in run["skipped"]),
     ]
@@ -268,9 +294,9 @@ def section(run: Mapping[str, Any]) -> str:
 # --- everything ---
 
 
-def curves(run: Mapping[str, Any]) -> dict[str, tuple[list[int], list[float]]]:
+def curves(run: Mapping[str, Any], runs: Iterable[Mapping[str, Any]] = ()) -> dict[str, tuple[list[int], list[float]]]:
     """By name: steps, and per cent by which the training loss is above the reference's, in a running mean."""
-    base_of = bases(run)
+    base_of = bases(run, runs)
     found = {}
     for r in good(run):
         base = base_of.get(r["seed"])
@@ -287,7 +313,7 @@ def draw(path: Path, runs: Sequence[Mapping[str, Any]]) -> bool:
     """A panel a model: how far each arm's training loss is from bf16's. False if there is nothing to show."""
     panels: dict[str, dict[str, tuple[list[int], list[float]]]] = {}
     for run in runs:
-        if run["mode"] == "train" and (found := curves(run)):
+        if run["mode"] == "train" and (found := curves(run, runs)):
             title = f"{run['model']['name']}, {run['steps']} steps: training loss above {run['reference']}, %"
             panels.setdefault(title, {}).update(found)
     if not panels:
@@ -317,6 +343,6 @@ def publish(path: Path) -> str:
     lines = [f"# {stem.name}", "", "Ratios and differences are taken within a run.", ""]
     if draw(stem.with_suffix(".png"), runs):
         lines += [f"![training losses beside bf16's]({stem.name}.png)", ""]
-    text = "\n".join([*lines, pair_tables(runs), *(section(run) for run in runs)])
+    text = "\n".join([*lines, pair_tables(runs), *(section(run, runs) for run in runs)])
     stem.with_suffix(".md").write_text(text)
     return text

@@ -209,6 +209,25 @@ def test_reference_runs_first_and_last_and_with_several_seeds_once_a_seed(
     assert [job.arm.name for job in jobs] == ["stock-eager", "ours-fp32-eager", "torch-eager"]
 
 
+def test_the_reference_is_not_trained_where_a_base_has_it(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = (
+        "--model",
+        "tiny-llama",
+        "--arms",
+        "ours-fp32-eager",
+        "--reference",
+        "stock-eager",
+        "--base",
+        "some.json",
+        "--seeds",
+        60,
+        "--trunk-steps",
+        20,
+    )
+    _, jobs = jobs_of(bench, monkeypatch, *options)
+    assert [(job.arm.name, job.is_trunk) for job in jobs] == [("stock-compiled", True), ("ours-fp32-eager", False)]
+
+
 def test_what_depends_on_the_run_is_in_the_arms_block(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("headline", "stock-eager", "delayed-fp32", "ours-e4m11-eager+schedule.bf16_last_fraction=0.0")
     options = ("--model", "tiny-llama", "--arms", *names, "--seeds", 7, "--trunk-steps", 20)
@@ -657,6 +676,23 @@ def test_pairs_are_of_one_seed_and_of_the_last_tenth_of_the_steps(bench: Any) ->
     text = report.pair_tables(runs)
     assert "| +0.040 (-0.010 to +0.090) | parity |" in text
     assert report.pairs(runs[:1]) == {}
+
+
+def test_losses_are_compared_with_the_references_run_of_a_base(bench: Any) -> None:
+    report = bench("end_to_end_report")
+    old = [training_run(result("stock-eager", (5.0, loss), seed=k), number=k) for k, loss in ((1, 4.0), (2, 4.2))]
+    run = training_run(result("ours-fp32-eager", (5.0, 4.04), seed=1), result("ours-fp32-eager", (5.0, 4.2), seed=2))
+    run["id"] = "2026-11-29T00:00:00Z"
+    run["base"] = report.base_runs(run, old, [1, 2])
+    assert run["base"] == {"1": old[0]["id"], "2": old[1]["id"]}
+    (arms,) = report.pairs([*old, run]).values()
+    assert arms["ours-fp32-eager"] == {1: (pytest.approx(1.0),) * 2, 2: (pytest.approx(0.0),) * 2}
+    text = report.section(run, [*old, run])
+    assert "| +1.000 |" in text and old[1]["id"] in text and "| 30,000 |  |" in text  # losses compared, speed not
+    with pytest.raises(SystemExit, match=r"seeds \[3\]"):
+        report.base_runs(run, old, [1, 3])
+    with pytest.raises(SystemExit, match=r"seeds \[1\]"):
+        report.base_runs(run | {"text": "another"}, old, [1])
 
 
 def test_failures_and_memory_of_replayed_graphs_are_told(bench: Any) -> None:
