@@ -104,7 +104,8 @@ def bases(run: Mapping[str, Any], runs: Iterable[Mapping[str, Any]] = ()) -> dic
     of_reference = (r for r in good(run) if r["arm"] == run["reference"] and not r["is_trunk"])
     own = {r["seed"]: r for r in of_reference if not r["is_second"]}
     named = run.get("base", {})
-    found = {seed: r for other in runs if other["id"] in named.values() for seed, r in bases(other).items()}
+    others = [bases(other) for other in runs if other["id"] in named.values()]
+    found = {seed: r for other in others for seed, r in other.items() if r["arm"] == run["reference"]}
     return {seed: found[seed] for seed in map(int, named) if seed in found} | own
 
 
