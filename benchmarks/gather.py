@@ -95,8 +95,8 @@ def zero3_gathers(device: torch.device, sizes: Sequence[int]) -> Iterator[tuple[
     from fp8_ds.comm.counter import ByteCounter
     from fp8_ds.numerics.formats import E4M3
     from fp8_ds.scaling.granularity import OF_RECIPE
-    from fp8_ds.zero.fetch import InFlight
-    from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight, ZeroParamHooks
+    from fp8_ds.zero.param_hooks import ZeroParamHooks
+    from fp8_ds.zero.sharded import Fp8Shards, InFlight, ShardedWeight
     from fp8_ds.zero.weights import WeightQuantizer
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # of gloo ranks; compiling it takes a minute

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from fp8_ds.numerics.masters import MasterFormat
 from fp8_ds.ops.adamw import AdamShard
-from fp8_ds.optim.master_init import write_first, write_first_codes
-from fp8_ds.optim.states import write_dense
+from fp8_ds.optim.states import write_dense, write_first, write_first_codes
 from fp8_ds.scaling.predicted import PredictedScales
-from fp8_ds.zero.split import SplitQuantizer, reduced_amaxes
+from fp8_ds.zero.weights import SplitQuantizer, reduced_amaxes
 from megatron_patches import compat
 from megatron_patches.optimizer_classes import number_of
 from megatron_patches.transposes import without_ours
@@ -59,7 +58,7 @@ class Fp8Weights:
 
         Args:
             shards: index -> this rank's shard of that weight.
-            seed: seed of the noise that bf16 numbers take (fp8_ds/optim/master_init.py).
+            seed: seed of the noise that bf16 numbers take (fp8_ds/optim/states.py).
         """
         device = self.scales.amax.device
         local = [(index, _initial(p).abs().max().view(1)) for index, p in enumerate(self.weights)]

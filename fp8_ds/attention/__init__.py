@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fp8_ds.attention.flash import flash_attention
+from fp8_ds.attention.heads.reference import check_rotation
 from fp8_ds.attention.packages import find_fa3, require_hopper
-from fp8_ds.attention.rotation import check_rotation
 from fp8_ds.attention.shapes import Geometry, Packing, make_geometry
 from fp8_ds.errors import UnsupportedError
 

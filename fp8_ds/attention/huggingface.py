@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8_ds.attention import Backend, attention, describe_backend, require_backend
-from fp8_ds.attention.rotation import check_rotation
+from fp8_ds.attention.heads.reference import check_rotation
 from fp8_ds.attention.shapes import Packing
 from fp8_ds.errors import UnsupportedError
 

@@ -22,7 +22,7 @@ from fp8_ds.nn.stacks import AT_END, AT_START
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.numerics.masters import BY_NAME
 from fp8_ds.scaling.granularity import OF_RECIPE, TENSOR
-from fp8_ds.zero.context import Fp8Context
+from fp8_ds.zero.stage import Fp8Context
 
 CHECKPOINT_KEY = "fp8_ds"
 LEFT_OUT_KEY = "left_out"

@@ -30,7 +30,7 @@ from fp8_ds.engine.step_callbacks import StepCallbacks
 from fp8_ds.engine.tp_sharded_models import is_cut, refuse_one_ranks_part, universal_info
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.tp.autotp import as_plain_weights
-from fp8_ds.zero.context import Fp8Context
+from fp8_ds.zero.stage import Fp8Context
 from fp8_ds.zero.stage3 import Fp8ZeroStage3
 from fp8_ds.zero.stage12 import Fp8ZeroStage12
 from fp8_ds.zero.states import Fp8States

@@ -23,7 +23,7 @@ from fp8_ds.nn.producers import fuse_producers
 from fp8_ds.tp.autotp import autotp_linears, configure_autotp, set_gathers
 from fp8_ds.tp.group import device_of
 from fp8_ds.tp.plan import configure as configure_tensor_parallel
-from fp8_ds.zero.context import Fp8Context
+from fp8_ds.zero.stage import Fp8Context
 
 
 def refuse_autotp(engine: Any, model: Any) -> None:

@@ -21,8 +21,8 @@ from fp8_ds.engine.step_callbacks import StepCallbacks
 from fp8_ds.errors import ConfigError
 from fp8_ds.monitor.health import HealthMonitor, Listener
 from fp8_ds.nn.parameter import keep_values_in_hooks
-from fp8_ds.zero.module_hooks import leave_out_of_graphs
 from fp8_ds.zero.param_hooks import share_readers
+from fp8_ds.zero.stage3 import leave_out_of_graphs
 from fp8_ds.zero.stage12 import Fp8ZeroStage12
 
 RECOMPILE_LIMIT = 32

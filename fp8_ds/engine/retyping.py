@@ -20,13 +20,12 @@ from fp8_ds.engine.startup import no_release
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.optim.adamw import Fp8AdamW
 from fp8_ds.tp.group import device_of
-from fp8_ds.zero.building import BuildingHost, building
-from fp8_ds.zero.context import Fp8Context
 from fp8_ds.zero.reduce import Fp8ReduceStage3, Fp8ReduceStage12
-from fp8_ds.zero.release3 import Fp8ReleaseStage3
-from fp8_ds.zero.release12 import Fp8ReleaseStage12
+from fp8_ds.zero.release import Fp8ReleaseStage3, Fp8ReleaseStage12
+from fp8_ds.zero.stage import Fp8Context
 from fp8_ds.zero.stage3 import Fp8ZeroStage3
 from fp8_ds.zero.stage12 import Fp8ZeroStage12
+from fp8_ds.zero.states import BuildingHost, building
 from fp8_ds.zero.states3 import Fp8StatesStage3
 from fp8_ds.zero.states12 import Fp8StatesStage12
 

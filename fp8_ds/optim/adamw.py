@@ -20,9 +20,8 @@ from fp8_ds.numerics.formats import E4M3
 from fp8_ds.numerics.masters import BF16_8, BY_NAME, FP32, MasterFormat
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.core import AdamCore
-from fp8_ds.optim.master_init import write_first
 from fp8_ds.optim.param_state import ParamState, absorb_state, amax_of, checked_state
-from fp8_ds.optim.states import MOMENTS, Flat, Piece, allocate_lo, dense_flat
+from fp8_ds.optim.states import MOMENTS, Flat, Piece, allocate_lo, dense_flat, write_first
 from fp8_ds.optim.user_writes import overwrite, write_low
 from fp8_ds.scaling.predicted import PredictedScales, check_betas
 

@@ -1,13 +1,13 @@
 """Tensor parallelism whose activations travel in FP8: docs/tensor-parallel.md."""
 
 from fp8_ds.tp.context import TensorParallel
+from fp8_ds.tp.group import ParallelGroups
 from fp8_ds.tp.linears import (
     ColumnParallelFp8Linear,
     ColumnParallelLinear,
     RowParallelFp8Linear,
     RowParallelLinear,
 )
-from fp8_ds.tp.mpu import ParallelGroups
 from fp8_ds.tp.plan import LLAMA, QWEN3, TensorParallelPlan, configure, parallelize
 
 __all__ = [

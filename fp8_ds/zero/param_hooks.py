@@ -1,13 +1,25 @@
-"""Readers of several engines' weights at once, such as those of a policy and its reference model.
+"""The closures of ZeRO-3 parameters, which gather and release them.
 
-`GatheredParameters` calls the closures of whichever parameter is the oldest, with all of the list: each hands on the
-parameters of other engines. DeepSpeed's own closures would read the placeholders of FP8 shards, which are NaN.
+DeepSpeed's coordinator calls closures that zero.Init hangs on every parameter: `all_gather_coalesced` (fetch and
+prefetch), `all_gather` (readers: GatheredParameters, external parameters) and `partition` (release). It calls those of
+the first parameter in its set: `ZeroParamHooks` replaces all three on every parameter of the module. Fetched weights
+arrive in FP8; readers get bf16 of the masters, as in DeepSpeed.
+
+One read may be of several engines' weights, such as those of a policy and its reference model: `GatheredParameters`
+calls the closures of whichever parameter is the oldest, with all of the list, and each hands on the parameters of other
+engines. DeepSpeed's own closures would read the placeholders of FP8 shards, which are NaN.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
+
+import torch
+from deepspeed import comm as ds_comm
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+from fp8_ds.zero.sharded import Fetch, Fp8Shards
 
 
 class ParamHooks:
@@ -79,3 +91,114 @@ def share_readers(module: Any) -> None:
     for p in module.parameters():
         if hasattr(p, "ds_id") and hooks_of(p) is None:
             StockParamHooks(p)
+
+
+class ZeroParamHooks(ParamHooks):
+    """The three closures of one ZeRO-3 parameter of an engine in FP8."""
+
+    closures = ("all_gather", "all_gather_coalesced", "partition")
+    shards: Fp8Shards
+
+    def __init__(self, param: Any, shards: Fp8Shards) -> None:
+        if isinstance(before := hooks_of(param), StockParamHooks):  # an engine without an optimizer had the model
+            before.remove()
+        super().__init__(param)
+        self.shards = shards
+        self.weight = next(iter(shards.of([param])), None)
+
+    def all_gather_coalesced(self, params: Iterable[Any], safe_mode: bool = False, quantize: bool = False) -> Any:
+        """Fetch for compute: FP8 weights in FP8, the rest as DeepSpeed does."""
+        params = list(params)
+        weights, rest = self.shards.fetched_in_fp8(params), self.shards.fetched_by_stock(params)
+        handles: list[Any] = []
+        if weights:
+            handles.append(self.shards.gather(weights))
+        if rest or not weights:
+            self.shards.wait_until_ready()  # stock code has no such wait: DeepSpeed's timer empties the queue for it
+            handles.append(self.stock_all_gather_coalesced(rest, safe_mode, quantize))
+            if rest and ds_comm.get_world_size(group=rest[0].ds_process_group) > 1:
+                self.shards.counter.hp += sum(p.ds_numel_aligned * p.ds_tensor.element_size() for p in rest)
+        return Fetch(handles, params, self.shards.in_flight)
+
+    def all_gather(self, param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
+        """Gather bf16 of the masters for reading. Weights that are gathered in FP8 (persistent) are released first."""
+        if param_list is self.shards.persistent:  # stock code after a step or a checkpoint
+            return gather_persistent(self.shards)
+        params = [self.param] if param_list is None else hand_on(param_list, self.shards, "all_gather")
+        for weight in self.shards.of(params):
+            if weight.payload.data is not None and not weight.param.ds_active_sub_modules:
+                self.partition([weight.param])
+        wanted = [p for p in params if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+        for p in wanted:
+            num_ranks = ds_comm.get_world_size(group=p.ds_process_group)
+            if num_ranks > 1:
+                self.shards.counter.hp += num_ranks * p.ds_tensor.ds_numel * p.element_size()
+        with self.shards.bf16_shards(self.shards.of(wanted)):
+            return self.stock_all_gather(params, async_op=async_op, hierarchy=hierarchy)
+
+    def partition(
+        self, param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, free_data: bool = True
+    ) -> None:
+        """Release; with `has_been_updated`, take over the new values of a reader's bf16 weight."""
+        weight = self.weight
+        is_fetched = weight is not None and weight.payload.data is not None and not self.param.ds_active_sub_modules
+        if param_list is None and is_fetched and free_data and not has_been_updated:
+            weight.leave()  # type: ignore[union-attr]
+            return
+        params = [self.param]
+        if param_list is not None:
+            options = {"has_been_updated": has_been_updated, "free_data": free_data}
+            params = hand_on(param_list, self.shards, "partition", **options)
+        weights = self.shards.of(params)
+        in_fp8 = [w.param for w in weights if w.payload.data is not None]
+        in_bf16 = [w for w in weights if w.payload.data is None and w.param.ds_status == ZeroParamStatus.AVAILABLE]
+        for weight in weights:
+            weight.release()
+        if not has_been_updated or not weights:
+            self.stock_partition(params, hierarchy, has_been_updated, free_data)
+            return
+        if in_fp8:  # nobody has updated these: writing into a weight that is gathered in FP8 raises
+            self.stock_partition(in_fp8, hierarchy, False, free_data)
+        done = set(map(id, in_fp8))
+        with self.shards.bf16_shards(in_bf16, keep_written=True):
+            self.stock_partition([p for p in params if id(p) not in done], hierarchy, True, free_data)
+            if in_bf16:
+                self.shards.absorb(in_bf16)
+
+
+def gather_persistent(shards: Fp8Shards) -> None:
+    """Gather the missing ones of `shards.persistent`, FP8 weights in FP8, the rest in their shards' dtype.
+
+    Collective. DeepSpeed's own gather has the same bits, after 6 ms of the host for the norms of a Llama-3-8B, while
+    the device has no work.
+    """
+    params = [p for p in shards.persistent if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+    shards.wait_until_ready()
+    if weights := shards.fetched_in_fp8(params):
+        shards.gather(weights).wait()
+    alike: dict[Any, list[Any]] = {}  # in the order of `params`, which is that of all ranks
+    for p in shards.fetched_by_stock(params):
+        alike.setdefault((p.ds_process_group, p.ds_tensor.dtype), []).append(p)
+    for some in alike.values():
+        shards.counter.hp += _gather(some)
+
+
+@torch.no_grad()
+def _gather(params: list[Any]) -> int:
+    """Gather parameters of one process group and dtype in one collective; return the bytes that arrive."""
+    group = params[0].ds_process_group
+    num_ranks = ds_comm.get_world_size(group=group)
+    sizes = [p.ds_tensor.ds_numel for p in params]
+    local = torch.cat([p.ds_tensor.data for p in params])
+    buffer, num_bytes = local, 0
+    if num_ranks > 1:
+        buffer = local.new_empty(num_ranks * local.numel())
+        ds_comm.allgather_fn(buffer, local, group=group)
+        num_bytes = buffer.numel() * buffer.element_size()
+    whole = [buffer.new_empty(num_ranks * size) for size in sizes]
+    by_rank = [one.view(num_ranks, -1) for one in whole]
+    torch.split_with_sizes_copy(buffer.view(num_ranks, -1), sizes, dim=1, out=by_rank)
+    for p, one in zip(params, whole, strict=True):
+        p.data = one[: p.ds_numel].view(p.ds_shape)
+        p.ds_status = ZeroParamStatus.AVAILABLE
+    return num_bytes

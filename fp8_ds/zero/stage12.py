@@ -25,9 +25,8 @@ from fp8_ds.nn.payload import Fp8Payload
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.scaling.granularity import Granularity
 from fp8_ds.zero.access12 import Fp8AccessStage12, Written, write_through
-from fp8_ds.zero.context import Fp8Context
-from fp8_ds.zero.kind_buffer import CompactBuffer
-from fp8_ds.zero.offload import offload_weights, reload_weights, split_lp_params
+from fp8_ds.zero.compact_buffer import CompactBuffer
+from fp8_ds.zero.stage import Fp8Context, offload_weights, reload_weights, split_lp_params
 from fp8_ds.zero.weights import Part, WeightQuantizer
 
 _HP_FREE_BYTES = 1 << 20

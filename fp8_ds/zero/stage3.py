@@ -6,6 +6,7 @@ reads it, and dropped again. Parameters that are not FP8 keep their bf16 shards.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -15,16 +16,14 @@ from typing import Any
 import torch
 from deepspeed.runtime.zero import stage3 as ds_stage3
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8_ds.comm.equal_shares import reduce_scatter_shares
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.numerics.formats import E4M3
-from fp8_ds.zero.context import Fp8Context
-from fp8_ds.zero.fetch import InFlight
-from fp8_ds.zero.module_hooks import keep_signatures
-from fp8_ds.zero.offload import offload_weights, reload_weights, split_lp_params
-from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight, ZeroParamHooks, newer
+from fp8_ds.zero.param_hooks import ZeroParamHooks
+from fp8_ds.zero.sharded import Fp8Shards, InFlight, ShardedWeight, newer
+from fp8_ds.zero.stage import Fp8Context, offload_weights, reload_weights, split_lp_params
 from fp8_ds.zero.weights import Part, WeightQuantizer, aligned_starts
 
 _ALIGNMENT = 16
@@ -342,3 +341,31 @@ class Fp8ZeroStage3:
             "persistent": persistent,
             "num_fp8_weights": sum(p.ds_numel for p in parameters if self._fp8_shards.of([p])),
         }
+
+
+def leave_out_of_graphs(offload: Any) -> None:
+    """Keep torch.compile from tracing the hooks; it calls them instead, as DeepSpeed has it for half of them.
+
+    A graph ends at a module with hooks either way. Traced hooks become graphs without an operator, with half a thousand
+    guards a module that are checked in each call, some of them on DeepSpeed's trace of the model. Hooks that are
+    registered later, as TRL does, are traced.
+
+    Args:
+        offload: DeepSpeed's `parameter_offload` of a ZeRO-3 optimizer.
+    """
+    for handle in (offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks):
+        hooks = handle.hooks_dict_ref()
+        if hooks is not None and handle.id in hooks:
+            hooks[handle.id] = torch.compiler.disable(hooks[handle.id])
+
+
+def keep_signatures(module: nn.Module) -> None:
+    """Store the signatures of the functions that mark where a module's backward begins and ends.
+
+    `torch.autograd.Function.apply` asks `inspect.signature` for it at every call of a function with `setup_context`
+    (torch 2.11 to 2.14), three times a decoder layer; a stored signature is returned as it is.
+    """
+    for child in module.modules():
+        for name in ("pre_bwd_fn", "post_bwd_fn"):
+            if (function := child.__dict__.get(name)) is not None:
+                function.forward.__signature__ = inspect.signature(function.forward)

@@ -19,15 +19,23 @@ from fp8_ds.numerics.masters import BF16_8
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.adamw import weight_id
 from fp8_ds.optim.core import AdamCore
-from fp8_ds.optim.master_init import write_first, write_first_codes
-from fp8_ds.optim.states import MOMENTS, Flat, Piece, allocate_lo, read_dense, write_dense
+from fp8_ds.optim.states import (
+    MOMENTS,
+    Flat,
+    Piece,
+    allocate_lo,
+    read_dense,
+    write_dense,
+    write_first,
+    write_first_codes,
+)
 from fp8_ds.optim.user_writes import overwrite, write_low
-from fp8_ds.zero.context import Fp8Context
-from fp8_ds.zero.kind_buffer import CompactBuffer
+from fp8_ds.zero.compact_buffer import CompactBuffer
 from fp8_ds.zero.norm import clip_factor, global_norm, overflow_flag
-from fp8_ds.zero.split import virtual_flat
+from fp8_ds.zero.stage import Fp8Context
 from fp8_ds.zero.stage12 import Fp8ZeroStage12
 from fp8_ds.zero.states import Fp8States
+from fp8_ds.zero.weights import virtual_flat
 
 STEP_TIMER, GATHER_TIMER = OPTIMIZER_TIMERS[2], OPTIMIZER_TIMERS[0]
 

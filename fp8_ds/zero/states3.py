@@ -18,16 +18,14 @@ from fp8_ds.numerics.masters import BF16_8
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.adamw import weight_id
 from fp8_ds.optim.core import AdamCore
-from fp8_ds.optim.master_init import write_first
-from fp8_ds.optim.states import MOMENTS, Flat, Piece, allocate_lo, read_dense, write_dense
+from fp8_ds.optim.states import MOMENTS, Flat, Piece, allocate_lo, read_dense, write_dense, write_first
 from fp8_ds.scaling.predicted import PredictedScales
-from fp8_ds.zero.context import Fp8Context
-from fp8_ds.zero.fetch import InFlight
 from fp8_ds.zero.norm import clip_factor, global_norm, overflow_flag
-from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight, newer, num_real, start_of
-from fp8_ds.zero.split import SplitQuantizer, reduced_amaxes
+from fp8_ds.zero.sharded import Fp8Shards, InFlight, ShardedWeight, newer, num_real, start_of
+from fp8_ds.zero.stage import Fp8Context
 from fp8_ds.zero.stage3 import Fp8ZeroStage3
 from fp8_ds.zero.states import Fp8States
+from fp8_ds.zero.weights import SplitQuantizer, reduced_amaxes
 
 _STEP_TIMER = "optimizer_step"
 

@@ -19,7 +19,7 @@ from fp8_ds.comm.counter import count_collectives
 from fp8_ds.errors import ConfigError
 from fp8_ds.numerics.formats import E5M2
 from fp8_ds.testing import assert_bitwise, sqnr_db
-from fp8_ds.tp.exchange import exchange_heads
+from fp8_ds.tp.ulysses import exchange_heads
 
 pytestmark = pytest.mark.distributed
 

@@ -57,7 +57,7 @@ def quantize(
 
     Args:
         q, k, v: [batch, sequence, heads, dim], or [tokens, heads, dim] with `packing`; any strides.
-        hadamard: whether q and k are rotated first (rotation.py), rounded to their dtype.
+        hadamard: whether q and k are rotated first (reference.py), rounded to their dtype.
 
     Returns:
         (q_fp8, k_fp8, v_fp8, descales): float8_e4m3fn, contiguous; float32 [3, sequences, kv heads], multiply to leave

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8_ds.attention.rotation import rotation_matrices
+from fp8_ds.attention.heads.reference import rotation_matrices
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.ops._device import decode, magnitude, record_amax
 from fp8_ds.ops._launch import ceil_div

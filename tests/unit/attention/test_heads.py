@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8_ds.attention import heads
-from fp8_ds.attention.rotation import rotate
+from fp8_ds.attention.heads.reference import rotate
 from fp8_ds.attention.shapes import Packing
 from fp8_ds.testing import assert_bitwise, sqnr_db
 

@@ -9,7 +9,7 @@ from support.properties import settled
 
 from fp8_ds.comm.gather import gathered_bytes
 from fp8_ds.comm.layout import CompactLayout, compact_layout
-from fp8_ds.zero.kind_buffer import FP8_ALIGNMENT, HP_ALIGNMENT
+from fp8_ds.zero.compact_buffer import FP8_ALIGNMENT, HP_ALIGNMENT
 from fp8_ds.zero.stage12 import _HP_FREE_BYTES
 
 Group = tuple[list[int], list[int], int, int, int]

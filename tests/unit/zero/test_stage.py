@@ -14,7 +14,7 @@ from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.states import Flat, Piece, allocate_lo, read_dense
 from fp8_ds.scaling.predicted import PredictedScales
-from fp8_ds.zero.offload import offload_adam, reload_adam
+from fp8_ds.zero.stage import offload_adam, reload_adam
 
 GROUPS = [{"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}]
 

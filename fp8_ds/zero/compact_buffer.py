@@ -1,4 +1,4 @@
-"""CompactBuffer: the compact buffer of one kind in ZeRO-1 and 2, laid out by comm/layout.py, and its gather."""
+"""CompactBuffer: the buffer of one kind in ZeRO-1 and 2, laid out by comm/layout.py, and its gather."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ import torch
 from deepspeed.utils import set_z3_leaf_modules
 from torch import nn
 
-from fp8_ds.zero.fetch import Fetch, InFlight
-from fp8_ds.zero.sharded import adjacent
+from fp8_ds.zero.sharded import Fetch, InFlight, adjacent
 
 
 class Handle:
