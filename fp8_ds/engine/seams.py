@@ -218,6 +218,7 @@ SEAMS = (
     Seam(_S3, f"{_Z3}._set_fp16_partitioned_groups_flat", ("self",), "rely", "layout of the bf16 flat buffer"),
     Seam(_PP, "Init._convert_to_deepspeed_param", ("self", "param"), "closure", "its three closures are replaced"),
     Seam(_PP, "Init._partition_param", ("self", "param"), "rely", "frees data, writes ds_tensor"),
+    Seam(_PP, "free_param", ("param",), "rely", "frees data; mirrored for a weight gathered in FP8"),
     Seam(_PP, "AllGatherCoalescedHandle.wait", ("self", "handle_dependency"), "rely", "the handle protocol"),
     Seam(
         "deepspeed.runtime.zero.parameter_offload",
@@ -264,7 +265,6 @@ SEAMS = (
         "override",
         "tp/ulysses.py: one exchange of q, k and v in FP8",
     ),
-    Seam("deepspeed.sequence.layer", "apply_rotary_pos_emb", ("t", "freqs_cos", "freqs_sin"), "rely", "after exchange"),
     Seam(
         "deepspeed.runtime.sequence_parallel.ulysses_sp",
         "UlyssesSPAttentionHF._combine_local_sequences",

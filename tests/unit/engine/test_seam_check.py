@@ -93,6 +93,18 @@ def test_a_changed_body_is_one_warning_that_names_it(monkeypatch: pytest.MonkeyP
     assert seams.installed_version() in message
 
 
+def test_a_changed_body_that_ours_mirrors_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ShardedWeight.leave` does what `free_param` does."""
+    from deepspeed.runtime.zero import partition_parameters
+
+    def free_param(param: Any) -> None:
+        param.freed = True
+
+    monkeypatch.setattr(partition_parameters, "free_param", free_param)
+    with pytest.warns(UserWarning, match=r"these bodies differ: \S+\.partition_parameters\.free_param\."):
+        seam_check.check_seams()
+
+
 def test_every_row_is_checked_before_any_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last row fails: nothing is patched, and the engine classes are stock."""
     import deepspeed
