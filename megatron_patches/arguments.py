@@ -91,7 +91,7 @@ def digest_arguments(args: argparse.Namespace) -> argparse.Namespace:
     if args.transformer_impl == "local" and args.fp8 is not None:
         _take_over(args)
     else:
-        _check_stock_fp8(args)
+        _check_engine_fp8(args)
     _check_health(args)
     if not _needs_spec(args):
         return args
@@ -129,20 +129,20 @@ def check_spec(args: argparse.Namespace) -> None:
         )
 
 
-def wrap_setup_model(stock: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_setup_model(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `setup_model_and_optimizer`: `check_spec`, then Megatron's own."""
 
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         from megatron.training import global_vars
 
         check_spec(global_vars.get_args())
-        return stock(*args, **kwargs)
+        return original(*args, **kwargs)
 
     return setup_model_and_optimizer
 
 
 def settings_from(args: argparse.Namespace) -> Fp8Settings | None:
-    """Return the settings in digested arguments; None if linears are Megatron's, or the script is the stock one.
+    """Return the settings in digested arguments; None if linears are Megatron's, or the script is Megatron's own.
 
     Raises:
         ConfigError, UnsupportedError: see `recipes.settings`.
@@ -193,7 +193,7 @@ def check_masks(args: argparse.Namespace, backend: str | None) -> None:
     """Refuse --reset-attention-mask with attention by fp8_ds.
 
     Args:
-        args: parsed, of the wrapper or of the stock script.
+        args: parsed, of the wrapper or of Megatron's own script.
         backend: that of attention; None: Megatron's own.
     """
     if backend is not None and getattr(args, "reset_attention_mask", False):
@@ -212,8 +212,8 @@ def _check_attention(args: argparse.Namespace) -> None:
             f"{args.fp8_attention_backend}. Set that, or remove it."
         )
     # Megatron puts its own class into the slot for this one, after the spec has been made.
-    stock = getattr(args, "attention_backend", None)
-    if args.fp8_attention_backend is not None and getattr(stock, "name", stock) == "local":
+    own = getattr(args, "attention_backend", None)
+    if args.fp8_attention_backend is not None and getattr(own, "name", own) == "local":
         raise ConfigError(
             f"--attention-backend: expected it left out with --fp8-attention-backend {args.fp8_attention_backend}, got "
             "local. It would take the other's place: remove one."
@@ -221,7 +221,7 @@ def _check_attention(args: argparse.Namespace) -> None:
 
 
 def check_recipe(args: argparse.Namespace) -> None:
-    """Refuse --fp8-recipe without --fp8-format, in arguments of the wrapper or of the stock script."""
+    """Refuse --fp8-recipe without --fp8-format, in arguments of the wrapper or of Megatron's own script."""
     if args.fp8 is not None or getattr(args, "fp8_linear_recipe", None) is not None:
         return
     recipe = getattr(args, _RECIPE, _DEFAULT_RECIPE)
@@ -257,7 +257,7 @@ def _check_health(args: argparse.Namespace) -> None:
         )
 
 
-def _check_stock_fp8(args: argparse.Namespace) -> None:
+def _check_engine_fp8(args: argparse.Namespace) -> None:
     """Check that Transformer Engine is there if FP8 needs it, and that no flag asks for linears of fp8_ds."""
     if args.fp8_recipe in OURS:
         raise ConfigError(
@@ -282,17 +282,17 @@ def _check_stock_fp8(args: argparse.Namespace) -> None:
         )
 
 
-def wrap_add_arguments(stock: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_add_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `add_megatron_arguments`."""
-    return lambda parser: add_arguments(stock(parser))
+    return lambda parser: add_arguments(original(parser))
 
 
 def wrap_parse_args(after: Callable[[argparse.Namespace], None]) -> Callable[[Any], Callable[..., Any]]:
     """Make the wrapper of `parse_args` that calls `after` with the digested arguments."""
 
-    def wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> argparse.Namespace:
-            args = digest_arguments(stock(extra_args_provider, ignore_unknown_args))
+            args = digest_arguments(original(extra_args_provider, ignore_unknown_args))
             after(args)
             return args
 

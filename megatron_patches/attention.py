@@ -1,7 +1,7 @@
 """fp8_ds/attention in the `core_attention` slot of Megatron's attention.
 
-The class is a subclass of the stock one in that slot (Transformer Engine's, or Megatron's own), so that its parameters,
-its state dict and its type are the stock ones; `forward` computes elsewhere.
+The class is a subclass of the class in that slot (Transformer Engine's, or Megatron's own), so that its parameters,
+its state dict and its type are those of that class; `forward` computes elsewhere.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class MegatronFp8Attention:
     """Mix-in before a class that fits the `core_attention` slot.
 
     Attributes:
-        fp8_attention: settings of this layer; None: the stock class computes it.
-        stock_reason: why the stock class computes it.
+        fp8_attention: settings of this layer; None: the host class computes it.
+        host_reason: why the host class computes it.
     """
 
     fp8_attention: AttentionSettings | None
-    stock_reason: str = ""
+    host_reason: str = ""
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class MegatronFp8Attention:
         self._fp8_window = tuple(config.window_size) if windowed else None
         self.fp8_attention = fp8_attention
         self._fp8_mask_is_checked = False
-        self.stock_reason = left_to_stock(config, attention_type, kwargs)
-        if self.stock_reason:
+        self.host_reason = left_to_host(config, attention_type, kwargs)
+        if self.host_reason:
             self.fp8_attention = None
         elif is_first_last_bf16_layer(config, layer_number - 1):
             self.fp8_attention = AttentionSettings(_BF16_OF.get(fp8_attention.backend, fp8_attention.backend))
@@ -83,14 +83,14 @@ class MegatronFp8Attention:
 
     def finish_init(self, quant_config: Any) -> None:
         """Apply --te-precision-config-file (Megatron's hook): a payload may name this layer's backend, or "stock"."""
-        stock: Any = super()
-        if hasattr(stock, "finish_init"):
-            stock.finish_init(quant_config)
+        host: Any = super()
+        if hasattr(host, "finish_init"):
+            host.finish_init(quant_config)
         backend = None if quant_config is None else quant_config.config.get(_KEY)
         if backend is None or self.fp8_attention is None:
             return
         if backend == _STOCK:
-            self.fp8_attention, self.stock_reason = None, "--te-precision-config-file"
+            self.fp8_attention, self.host_reason = None, "--te-precision-config-file"
             return
         self.fp8_attention = AttentionSettings(backend, self.fp8_attention.hadamard and backend in _BF16_OF)
         require_backend(backend, current_device())
@@ -108,12 +108,12 @@ class MegatronFp8Attention:
     ) -> Tensor:
         """Return [s, b, heads x dim] of query [s, b, heads, dim], key and value with fewer heads; packed: [t, ...].
 
-        In evaluation the stock class computes it, except for packed sequences where that is Megatron's own, which
+        In evaluation the host class computes it, except for packed sequences where that is Megatron's own, which
         refuses them.
         """
         settings, mask = self.fp8_attention, attn_mask_type or self._fp8_mask
         refuses_packed = packed_seq_params is not None and isinstance(self, DotProductAttention)
-        needs_stock = (
+        needs_host = (
             settings is None
             or attention_bias is not None
             or any(extra is not None for extra in kwargs.values())
@@ -121,11 +121,11 @@ class MegatronFp8Attention:
             or (mask == AttnMaskType.padding_causal and packed_seq_params is None)
             or not (cast(Any, self).training or refuses_packed)
         )
-        if needs_stock:
-            stock: Any = super()
+        if needs_host:
+            host: Any = super()
             return cast(
                 Tensor,
-                stock.forward(
+                host.forward(
                     query,
                     key,
                     value,
@@ -165,13 +165,13 @@ class MegatronFp8Attention:
         if not bool((attention_mask.bool() == causal).all()):
             raise UnsupportedError(
                 "attention_mask: expected none or a causal one with attention by fp8_ds, got another. Pass packed "
-                "sequences (packed_seq_params), attn_mask_type arbitrary for the stock attention, or leave out "
+                "sequences (packed_seq_params), attn_mask_type arbitrary for Megatron's own attention, or leave out "
                 "--fp8-attention-backend."
             )
 
     def extra_repr(self) -> str:
         settings = self.fp8_attention
-        text = f"attention={_STOCK} ({self.stock_reason})" if settings is None else f"attention={settings.backend}"
+        text = f"attention={_STOCK} ({self.host_reason})" if settings is None else f"attention={settings.backend}"
         return ", ".join(part for part in (super().extra_repr(), text) if part)  # type: ignore[misc]
 
 
@@ -179,8 +179,8 @@ def current_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def left_to_stock(config: Any, attention_type: str = "self", kwargs: Mapping[str, Any] = MappingProxyType({})) -> str:
-    """Return why the stock class has to compute attention; empty if it does not have to.
+def left_to_host(config: Any, attention_type: str = "self", kwargs: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """Return why the host class has to compute attention; empty if it does not have to.
 
     Args:
         config: a TransformerConfig.
@@ -224,6 +224,6 @@ def _packing(params: Any) -> Packing:
 
 
 @functools.cache
-def attention_class(stock: type) -> type:
-    """Return a subclass of `stock` with our attention before it."""
-    return type(f"Fp8{stock.__name__}", (MegatronFp8Attention, stock), {"__module__": __name__})
+def attention_class(host: type) -> type:
+    """Return a subclass of `host` with our attention before it."""
+    return type(f"Fp8{host.__name__}", (MegatronFp8Attention, host), {"__module__": __name__})

@@ -132,8 +132,8 @@ def _replacements(training: bool) -> dict[str, Callable[[Any], Any]]:
     found[f"{random}._set_cuda_rng_state"] = _constant(set_rng_state)
     if training:
         found["megatron.training.initialize._compile_dependencies"] = _constant(_provide_helper)
-        found["megatron.training.training.initialize_megatron"] = lambda stock: (
-            lambda *args, **kwargs: stock(*args, **{**kwargs, "allow_no_cuda": True})
+        found["megatron.training.training.initialize_megatron"] = lambda original: (
+            lambda *args, **kwargs: original(*args, **{**kwargs, "allow_no_cuda": True})
         )
     return found
 

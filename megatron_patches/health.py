@@ -63,7 +63,7 @@ def parts_of(layer: Any, sequence_length: int) -> Iterator[Part]:
             share = 0.0 if recipe is None else 1.0 if recipe.needs_grad_columns else 2 / 3
         elif isinstance(module, MegatronFp8Attention):
             settings = module.fp8_attention
-            text = f"stock ({module.stock_reason})" if settings is None else describe_backend(settings.backend)
+            text = f"stock ({module.host_reason})" if settings is None else describe_backend(settings.backend)
             share = 1 / 3 if settings is not None and settings.backend in _BF16_OF else 0.0
         elif is_engine_linear(name, module):
             text, share = f"Transformer Engine {config.fp8_recipe if engine_is_fp8 else 'bf16'}", float(engine_is_fp8)
@@ -222,12 +222,12 @@ class HealthLog:
 
     _health: Health | None = None
 
-    def wrap_setup_model(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_setup_model(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `setup_model_and_optimizer`, after which the layers are known."""
 
         def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
             self._health = None  # after --inprocess-restart it is of a model and of groups that are gone
-            result = stock(*args, **kwargs)
+            result = original(*args, **kwargs)
             from megatron.training import global_vars
             from megatron.training.utils import print_rank_last
 
@@ -239,12 +239,12 @@ class HealthLog:
 
         return setup_model_and_optimizer
 
-    def wrap_training_log(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_training_log(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `training_log`: Megatron's log, then ours."""
-        signature = inspect.signature(stock)
+        signature = inspect.signature(original)
 
         def training_log(*args: Any, **kwargs: Any) -> Any:
-            result = stock(*args, **kwargs)
+            result = original(*args, **kwargs)
             if self._health is not None:
                 from megatron.training import global_vars
                 from megatron.training.utils import print_rank_last

@@ -1,8 +1,8 @@
 """Layer specs: Megatron's own, copied, with our attention and, without Transformer Engine, our linears in their slots.
 
-`--spec megatron_patches.layer_specs gpt` under the stock pretrain_gpt.py; `gpt_fa3_fp8` and others name the attention.
-These objects are made when this module is imported, from the arguments that Megatron has parsed by then. Elsewhere
-call the functions.
+`--spec megatron_patches.layer_specs gpt` under Megatron's own pretrain_gpt.py; `gpt_fa3_fp8` and others name the
+attention. These objects are made when this module is imported, from the arguments that Megatron has parsed by then.
+Elsewhere call the functions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from megatron.core import parallel_state
 from megatron.core.fp8_utils import is_first_last_bf16_layer
-from megatron.core.models.gpt import gpt_layer_specs as stock_specs
+from megatron.core.models.gpt import gpt_layer_specs as megatron_specs
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -31,7 +31,7 @@ from fp8_ds.attention import BACKENDS, require_backend
 from fp8_ds.errors import ConfigError, UnsupportedError
 from megatron_patches import compat, patches
 from megatron_patches.arguments import check_masks, check_recipe, settings_from
-from megatron_patches.attention import AttentionSettings, attention_class, current_device, left_to_stock
+from megatron_patches.attention import AttentionSettings, attention_class, current_device, left_to_host
 from megatron_patches.linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear, MegatronFp8Linear
 from megatron_patches.norm import SequenceParallelNorm
 from megatron_patches.recipes import OTHER_ATTENTION, Fp8Settings, settings
@@ -77,7 +77,7 @@ class MegatronFp8Layer:
         """Micro-batch of the step, from 0, as Megatron's schedules set it before each forward.
 
         Raises:
-            AttributeError: it was not set, as in stock layers.
+            AttributeError: it was not set, as in Megatron's own layers.
         """
         if self._microbatch is None:
             raise AttributeError("current_microbatch")
@@ -91,8 +91,8 @@ class MegatronFp8Layer:
 
 
 @functools.cache
-def _layer_class(stock: type) -> type:
-    return type(f"Fp8{stock.__name__}", (MegatronFp8Layer, stock), {"__module__": __name__})
+def _layer_class(host: type) -> type:
+    return type(f"Fp8{host.__name__}", (MegatronFp8Layer, host), {"__module__": __name__})
 
 
 def _rewritten(spec: Any, change: Callable[[str, Any], Any], name: str = "") -> Any:
@@ -149,9 +149,9 @@ def with_attention(spec: Any, settings: AttentionSettings) -> Any:
     def replace(name: str, node: Any) -> Any:
         if name != "core_attention":
             return node
-        stock = node.module if isinstance(node, ModuleSpec) else node
+        host = node.module if isinstance(node, ModuleSpec) else node
         params = {**(node.params if isinstance(node, ModuleSpec) else {}), "fp8_attention": settings}
-        return ModuleSpec(module=attention_class(stock), params=params)
+        return ModuleSpec(module=attention_class(host), params=params)
 
     return _with_slots(
         spec,
@@ -198,7 +198,7 @@ def _accepted(function: Any, values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in parameters}
 
 
-def stock_layer_spec(config: Any, *, use_transformer_engine: bool, vp_stage: int | None = None) -> Any:
+def megatron_layer_spec(config: Any, *, use_transformer_engine: bool, vp_stage: int | None = None) -> Any:
     """Return Megatron's own spec: one ModuleSpec, or for MoE one for each layer of this pipeline stage.
 
     Raises:
@@ -213,7 +213,7 @@ def stock_layer_spec(config: Any, *, use_transformer_engine: bool, vp_stage: int
                 "--num-layers-per-virtual-pipeline-stage: expected none with --spec and --moe-layer-freq "
                 f"{config.moe_layer_freq}, got {config.virtual_pipeline_model_parallel_size} stages. Remove one."
             )
-        return stock_specs.get_gpt_decoder_block_spec(
+        return megatron_specs.get_gpt_decoder_block_spec(
             config,
             use_transformer_engine=use_transformer_engine,
             normalization=config.normalization,
@@ -227,8 +227,8 @@ def stock_layer_spec(config: Any, *, use_transformer_engine: bool, vp_stage: int
         **{name: getattr(config, name, False) for name in _SPEC_OPTIONS},
     }
     kind = "with_transformer_engine" if use_transformer_engine else "local"
-    make = getattr(stock_specs, f"get_gpt_layer_{kind}_spec")
-    described = getattr(stock_specs, f"get_gpt_layer_{kind}_submodules", make)
+    make = getattr(megatron_specs, f"get_gpt_layer_{kind}_spec")
+    described = getattr(megatron_specs, f"get_gpt_layer_{kind}_submodules", make)
     return make(**_accepted(described, values))
 
 
@@ -246,7 +246,7 @@ def layer_spec(
         config: a TransformerConfig.
         use_transformer_engine: whether linears are its own (as Megatron has them) or those of fp8_ds.
         fp8: settings of the latter; None: as `config` says. Without FP8 in either, linears are Megatron's own.
-        attention: its settings; None: the stock attention.
+        attention: its settings; None: Megatron's own.
         vp_stage: the virtual pipeline stage, where Megatron says which.
 
     Raises:
@@ -254,7 +254,7 @@ def layer_spec(
     """
     if use_transformer_engine:
         require_engine(fp8)
-    spec = stock_layer_spec(config, use_transformer_engine=use_transformer_engine, vp_stage=vp_stage)
+    spec = megatron_layer_spec(config, use_transformer_engine=use_transformer_engine, vp_stage=vp_stage)
     if not use_transformer_engine:
         if config.sequence_parallel:
             spec = with_sequence_parallel_norms(spec)
@@ -269,13 +269,13 @@ def layer_spec(
         refuse_bf16_alone(config)
     if attention is not None:
         spec = with_attention(spec, attention)
-        _say_what_stays_stock(config, attention)
+        _say_what_stays_megatrons(config, attention)
     return _with_layers(spec)
 
 
-def _say_what_stays_stock(config: Any, attention: AttentionSettings) -> None:
+def _say_what_stays_megatrons(config: Any, attention: AttentionSettings) -> None:
     """Warn on rank 0 if a setting of the model takes layers from the requested backend."""
-    reason = left_to_stock(config)
+    reason = left_to_host(config)
     text = ""
     if reason:
         text = (
@@ -329,7 +329,7 @@ def spec_from_arguments(args: Any, backend: str | None = None) -> Any:
     if local:
         refuse_final_norm(config)
     has_device = parallel_state.model_parallel_is_initialized()  # Megatron has chosen this rank's by then
-    if attention is not None and has_device and not left_to_stock(config):
+    if attention is not None and has_device and not left_to_host(config):
         require_backend(attention.backend, current_device())  # on pipeline stages without layers, too
     options: dict[str, Any] = {"use_transformer_engine": not local, "fp8": fp8, "attention": attention}
     if alternates(config) and not parallel_state.model_parallel_is_initialized():

@@ -166,8 +166,8 @@ class MegatronFp8Linear:
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the output from the operands of Megatron's `forward`; `kwargs` say what to send."""
         if self.fp8_recipe is None:
-            stock: Any = super()
-            return cast(Tensor, stock._forward_impl(input, weight, *args, **kwargs))
+            host: Any = super()
+            return cast(Tensor, host._forward_impl(input, weight, *args, **kwargs))
         if weight is not cast(Any, self).weight:
             raise ConfigError(
                 "weight: expected the layer's own with FP8, got another. Layers whose weight is passed to forward stay "

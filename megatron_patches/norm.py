@@ -26,8 +26,8 @@ class SequenceParallelNorm:
         return norm
 
 
-def without_refusal(stock: Any) -> Any:
+def without_refusal(original: Any) -> Any:
     """Replace torch's norm, for patches.apply; another norm that Megatron has chosen is kept."""
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    return SequenceParallelNorm if stock is WrappedTorchNorm else stock
+    return SequenceParallelNorm if original is WrappedTorchNorm else original

@@ -194,13 +194,13 @@ def replacements(states: OptimizerStates) -> dict[str, Callable[[Any], Any]]:
 
     adam = functools.partial(optimizer_adam.MegatronFp8AdamW, master=states.master, seed=states.seed)
     found: dict[str, Callable[[Any], Any]] = {
-        f"{_OPTIMIZER}.Adam": lambda stock: adam,
-        f"{_OPTIMIZER}.USING_PYTORCH_OPTIMIZER": lambda stock: False,
-        f"{_OPTIMIZER}.distrib_optimizer.Adam": lambda stock: optimizer_adam.MegatronFp8AdamW,
-        f"{_OPTIMIZER}.DistributedOptimizer": lambda stock: optimizer_sharded.Fp8DistributedOptimizer,
-        f"{_OPTIMIZER}.Float16OptimizerWithFloat16Params": lambda stock: optimizer_classes.Fp8Float16Optimizer,
-        f"{_OPTIMIZER}.ChainedOptimizer": lambda stock: optimizer_classes.Fp8ChainedOptimizer,
-        f"{_OPTIMIZER}._get_megatron_optimizer_based_on_param_groups": lambda stock: _checked(stock, states),
+        f"{_OPTIMIZER}.Adam": lambda original: adam,
+        f"{_OPTIMIZER}.USING_PYTORCH_OPTIMIZER": lambda original: False,
+        f"{_OPTIMIZER}.distrib_optimizer.Adam": lambda original: optimizer_adam.MegatronFp8AdamW,
+        f"{_OPTIMIZER}.DistributedOptimizer": lambda original: optimizer_sharded.Fp8DistributedOptimizer,
+        f"{_OPTIMIZER}.Float16OptimizerWithFloat16Params": lambda original: optimizer_classes.Fp8Float16Optimizer,
+        f"{_OPTIMIZER}.ChainedOptimizer": lambda original: optimizer_classes.Fp8ChainedOptimizer,
+        f"{_OPTIMIZER}._get_megatron_optimizer_based_on_param_groups": lambda original: _checked(original, states),
         f"{_OPTIMIZER}.optimizer_config.OptimizerConfig.__post_init__": _without_fused_adam,
     }
     if states.drop_transposes:
@@ -208,10 +208,10 @@ def replacements(states: OptimizerStates) -> dict[str, Callable[[Any], Any]]:
     return found
 
 
-def _checked(stock: Callable[..., Any], states: OptimizerStates) -> Callable[..., Any]:
+def _checked(original: Callable[..., Any], states: OptimizerStates) -> Callable[..., Any]:
     """Wrap Megatron's builder of one optimizer, to refuse what does not work and to say who owns the masters."""
 
-    @functools.wraps(stock)
+    @functools.wraps(original)
     def build(config: Any, model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
         refuse(config, model_chunks, states)
         config = copy.copy(config)
@@ -220,24 +220,24 @@ def _checked(stock: Callable[..., Any], states: OptimizerStates) -> Callable[...
         config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
         if states.drop_transposes:
             transposes.drop_all(model_chunks)
-        return stock(config, model_chunks, *args, **kwargs)
+        return original(config, model_chunks, *args, **kwargs)
 
     return build
 
 
-def _without_fused_adam(stock: Callable[[Any], None]) -> Callable[[Any], None]:
+def _without_fused_adam(original: Callable[[Any], None]) -> Callable[[Any], None]:
     """Wrap Megatron's check of its configuration: --use-precision-aware-optimizer needs no Transformer Engine."""
 
-    @functools.wraps(stock)
+    @functools.wraps(original)
     def check(self: Any) -> None:
         if not self.use_precision_aware_optimizer or compat.transformer_engine().found:
-            stock(self)
+            original(self)
             return
         asked = {name: getattr(self, name) for name in ("use_precision_aware_optimizer", *_DTYPES)}
         self.use_precision_aware_optimizer = False
         for name in _DTYPES:
             setattr(self, name, torch.float32)
-        stock(self)
+        original(self)
         for name, value in asked.items():
             setattr(self, name, value)
 

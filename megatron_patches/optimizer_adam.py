@@ -17,11 +17,11 @@ from fp8_ds.optim.states import MOMENTS, Flat, Piece, allocate_lo, read_dense, w
 from fp8_ds.scaling.predicted import PredictedScales
 
 SCALES = "fp8_scale_inv"
-"""Key of saved param groups: name -> scale_inv that an FP8 master is stored with. Stock runs carry it along unread."""
+"""Key of saved param groups: name -> scale_inv that an FP8 master is stored with. Megatron carries it along unread."""
 BOUND_SUM = "fp8_bound_sum"
 """Key of saved param groups whose betas have changed: (count of steps, sum that bounds the update then)."""
 _STEP_IS_OF_GROUPS = distrib_optimizer.HAVE_APEX_OR_TE
-"""Whether stock Adam counts steps in its param groups (FusedAdam) or states (torch). Checkpoints follow that."""
+"""Whether Megatron's Adam counts steps in its param groups (FusedAdam) or states (torch). Checkpoints follow that."""
 
 
 class MegatronFp8AdamW(Fp8AdamW):
@@ -137,7 +137,7 @@ class MegatronFp8AdamW(Fp8AdamW):
                 shard.lo.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the form of the stock Adam's: param groups, and dense float32 moments on the CPU.
+        """Return the form of Megatron's own Adam: param groups, and dense float32 moments on the CPU.
 
         A distributed optimizer gets no moments: it asks for them by parameter.
         """
@@ -197,5 +197,5 @@ class MegatronFp8AdamW(Fp8AdamW):
         if steps:
             self.core.step_count.fill_(max(steps))
             self.core.follow(self.param_groups)
-            current = {row: found for row, (step, found) in carried.items() if step == max(steps)}  # no stock run since
+            current = {row: found for row, (step, found) in carried.items() if step == max(steps)}  # no other run since
             self.core.sums.set_by_group(current)

@@ -87,7 +87,7 @@ class Fp8Float16Optimizer(Float16OptimizerWithFloat16Params):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)  # stock code copies masters into fp32_from_float16_groups: rounded
+        super().load_state_dict(state_dict)  # Megatron copies masters into fp32_from_float16_groups: rounded
         masters = state_dict["fp32_from_fp16_params" if "fp32_from_fp16_params" in state_dict else "fp32_from_fp16"]
         for group, values in zip(self.float16_groups, masters, strict=True):
             for p, value in zip(group, values, strict=True):
@@ -102,8 +102,8 @@ def _allocate(optimizer: MegatronFp8AdamW, config: Any = None) -> None:
 class Fp8ChainedOptimizer(ChainedOptimizer):
     """Optimizer of dense and expert parameters under one norm. A step with an infinite or NaN norm changes nothing.
 
-    Stock bf16 training without a loss scale has no such check: weights become NaN. Here the step reports failure, as
-    with a loss scale: Megatron counts a skipped iteration, and the schedule waits.
+    Megatron's bf16 training without a loss scale has no such check: weights become NaN. Here the step reports failure,
+    as with a loss scale: Megatron counts a skipped iteration, and the schedule waits.
     """
 
     _fp8_norm = 0.0

@@ -35,7 +35,7 @@ main branch `copy_optimizer_param_metadata` and `copy_gtp_attributes`."""
 
 
 class Fp8DistributedOptimizer(DistributedOptimizer):
-    """Megatron's distributed optimizer with FP8 moments; stock checkpoints, dense and under stock names."""
+    """Megatron's distributed optimizer with FP8 moments; checkpoints are Megatron's own, dense and under its names."""
 
     optimizer: MegatronFp8AdamW
     _fp8_weights: Fp8Weights | None = None
@@ -44,7 +44,7 @@ class Fp8DistributedOptimizer(DistributedOptimizer):
     def _build_model_and_main_param_groups(
         cls, gbuf_ranges: Any, param_gbuf_map: Any, opt_group_ranges: Any, config: Any
     ) -> Any:
-        """Build stock groups; a shard of FP8 bytes, which has no tensor in them, gets one that holds its gradient only.
+        """Build Megatron's groups; a shard of FP8 bytes, which has no tensor there, gets one that holds its gradient.
 
         A bf16 weight's own shard is its `main_param`, of which --log-params-norm takes the norm.
         """

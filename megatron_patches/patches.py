@@ -40,7 +40,7 @@ megatron.training.arguments
   our recipes and flags, in --help too
   tried first: extra_args_provider: pretrain_gpt.py passes its own to pretrain(), and cannot add choices to a flag
     wrap add_megatron_arguments(parser)
-  our values checked, and taken out of stock flags before validate_args reads them; --spec set
+  our values checked, and taken out of Megatron's flags before validate_args reads them; --spec set
   tried first: extra_args_provider: pretrain_gpt.py passes its own to pretrain(), and cannot add choices to a flag
     wrap parse_args(extra_args_provider, ignore_unknown_args)
 megatron.training.initialize <0.17
@@ -68,7 +68,7 @@ megatron.core.optimizer
   tried first: FusedAdam's get_unscaled_state: float32 of all shards at once on the GPU, and no place in the weight
     swap DistributedOptimizer
   --fp8-optimizer-states: a subclass that makes no float32 main parameters and no float32 gradients
-  tried first: none: the stock constructor makes them
+  tried first: none: the class's constructor makes them
     swap Float16OptimizerWithFloat16Params
   --fp8-optimizer-states: a subclass that skips a step whose norm is infinite or NaN
   tried first: each optimizer for itself: the norm is that of all of them
@@ -129,7 +129,7 @@ def find(row: Patch) -> Any:
     Raises:
         SeamError: it is missing, or lacks a parameter.
     """
-    found = _APPLIED[row.path].stock[row.path] if row.path in _APPLIED else _current(row)
+    found = _APPLIED[row.path].originals[row.path] if row.path in _APPLIED else _current(row)
     if row.parameters:
         accepted = tuple(inspect.signature(inspect.unwrap(found)).parameters)
         if accepted[: len(row.parameters)] != row.parameters:
@@ -194,10 +194,10 @@ def update_bodies(path: Path = _BODIES) -> None:
 
 
 class Applied:
-    """Symbols that `apply` has replaced; `stock`: path -> what was there."""
+    """Symbols that `apply` has replaced; `originals`: path -> what was there."""
 
-    def __init__(self, stock: dict[str, Any], ours: dict[str, Any]) -> None:
-        self.stock = stock
+    def __init__(self, originals: dict[str, Any], ours: dict[str, Any]) -> None:
+        self.originals = originals
         self._ours = ours
 
     def remove(self) -> None:
@@ -213,11 +213,11 @@ class Applied:
                     f"{path}: expected what megatron_patches has put there, got another. Undo what replaced it since, "
                     "then this."
                 )
-        for path, symbol in self.stock.items():
+        for path, symbol in self.originals.items():
             owner, name = _owner(table[path])
             setattr(owner, name, symbol)
             del _APPLIED[path]
-        self._ours, self.stock = {}, {}
+        self._ours, self.originals = {}, {}
 
 
 _APPLIED: dict[str, Applied] = {}
@@ -228,7 +228,7 @@ def apply(replacements: Mapping[str, Callable[[Any], Any]]) -> Applied:
     """Replace each of these symbols, or none; the result undoes it.
 
     Args:
-        replacements: path of a row of kind "wrap" or "swap" -> a function of the stock symbol that gives what
+        replacements: path of a row of kind "wrap" or "swap" -> a function of the original symbol that gives what
             replaces it. Rows that this Megatron does not have are left out.
 
     Raises:
@@ -240,12 +240,12 @@ def apply(replacements: Mapping[str, Callable[[Any], Any]]) -> Applied:
         if path not in table:
             raise SeamError(f"{path}: expected a row of megatron_patches/patches.py, got none. Add it there.")
         if path in _APPLIED:
-            raise SeamError(f"{path}: expected the stock symbol, got ours. Remove what was applied first.")
+            raise SeamError(f"{path}: expected Megatron's own symbol, got ours. Remove what was applied first.")
     check(*{table[path].part for path in replacements})
     here = {row.path for row in rows()}
-    stock = {path: find(table[path]) for path in replacements if path in here}
-    ours = {path: replacements[path](symbol) for path, symbol in stock.items()}
-    applied = Applied(stock, ours)
+    originals = {path: find(table[path]) for path in replacements if path in here}
+    ours = {path: replacements[path](symbol) for path, symbol in originals.items()}
+    applied = Applied(originals, ours)
     for path, replacement in ours.items():
         owner, name = _owner(table[path])
         setattr(owner, name, replacement)

@@ -86,8 +86,8 @@ def prepare(arguments: Sequence[str], stack: ExitStack) -> Path:
             "megatron.training.arguments.add_megatron_arguments": ours.wrap_add_arguments,
             "megatron.training.arguments.parse_args": parse,
             "megatron.training.initialize.parse_args": parse,
-            "megatron.training.training.setup_model_and_optimizer": lambda stock: ours.wrap_setup_model(
-                log.wrap_setup_model(stock)
+            "megatron.training.training.setup_model_and_optimizer": lambda original: ours.wrap_setup_model(
+                log.wrap_setup_model(original)
             ),
             "megatron.training.training.training_log": log.wrap_training_log,
         }

@@ -16,7 +16,7 @@ class Patch:
     Attributes:
         module, name: where it is, `name` dotted within the module.
         parameters: names it must accept, in this order from the start ("self" included).
-        kind: "wrap" (what replaces it calls the stock one), "swap" (replaced by another), "rely" (subclassed, called,
+        kind: "wrap" (what replaces it calls the original), "swap" (replaced by another), "rely" (subclassed, called,
             or mirrored; not replaced).
         why: what we do there.
         tried_first: for replaced symbols, a less invasive way, and why it does not do.
@@ -120,7 +120,7 @@ megatron.core.optimizer.distrib_optimizer
     DistributedOptimizer.load_state_dict(self, state_dict)
     DistributedOptimizer.load_parameter_state_from_dp_zero(self, state_dict, update_legacy_format)
     DistributedOptimizer.sharded_state_dict(self, model_sharded_state_dict, is_loading)
-  optimizer_adam.py: where stock Adam counts its steps
+  optimizer_adam.py: where Megatron's own Adam counts its steps
     HAVE_APEX_OR_TE
 megatron.core.optimizer.optimizer
   optimizer_classes.py: mirrored without float32 parameters
@@ -143,10 +143,10 @@ megatron.core.optimizer.optimizer
   optimizer_classes.py: called
     MegatronOptimizer.get_parameters(self)
 megatron.core.tensor_parallel.layers >=0.19
-  optimizer_sharded.py: shards without a tensor of stock's get the same attributes
+  optimizer_sharded.py: shards without a tensor of Megatron's get the same attributes
     copy_gtp_attributes(destination, source)
 megatron.core.optimizer.optimizer >=0.19
-  optimizer_sharded.py: shards without a tensor of stock's get the same attributes
+  optimizer_sharded.py: shards without a tensor of Megatron's get the same attributes
     copy_optimizer_param_metadata(destination, source)
 megatron.core.distributed.distributed_data_parallel
   optimizer_sharded.py: weights are gathered after a checkpoint has been loaded

@@ -43,11 +43,11 @@ def drop_all(model_chunks: Iterable[nn.Module]) -> None:
                 module.register_forward_hook(_drop_own)
 
 
-def without_ours(stock: Callable[[Sequence[Any]], None]) -> Callable[[Sequence[Any]], None]:
+def without_ours(original: Callable[[Sequence[Any]], None]) -> Callable[[Sequence[Any]], None]:
     """Wrap `post_all_gather_processing`, which makes transposes of weights whose bytes are new."""
 
     def post_all_gather_processing(model_params: Sequence[Any]) -> None:
-        stock([p for p in model_params if not getattr(p, _MARK, False)])
+        original([p for p in model_params if not getattr(p, _MARK, False)])
 
     return post_all_gather_processing
 

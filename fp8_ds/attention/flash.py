@@ -88,8 +88,8 @@ def _backward(
     fa3 = find_fa3()
     with torch.cuda.device_of(q):
         if fa3.backward is None:
-            stock_backward = cudnn_backward if cudnn_takes(q, k, geometry) else flash2_backward
-            return stock_backward(grad_out, q, k, v, out, lse, geometry)
+            backward = cudnn_backward if cudnn_takes(q, k, geometry) else flash2_backward
+            return backward(grad_out, q, k, v, out, lse, geometry)
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         call_by_name(
             fa3.backward,

@@ -146,5 +146,5 @@ def _check_ends(name: str, ends: Tensor, num_tokens: int) -> None:
         shown = found if len(found) <= _NUM_SHOWN else f"[{found[0]}, {found[1]}, ..., {found[-1]}]"
         raise UnsupportedError(
             f"packing.{name}: expected numbers that rise from 0 to the number of tokens, {num_tokens}, got {shown}. "
-            "Cut tokens of no sequence off, or make them a sequence of their own."
+            "Leave out tokens of no sequence, or make them a sequence of their own."
         )

@@ -68,8 +68,8 @@ class AutoTpFp8Linear(ParallelFp8Linear):
 
     def extra_repr(self) -> str:
         """Return DeepSpeed's text and the recipe's."""
-        stock: Any = type(self).__bases__[1]
-        return f"{stock.extra_repr(self)}, {self.fp8_recipe.describe()}"
+        host: Any = type(self).__bases__[1]
+        return f"{host.extra_repr(self)}, {self.fp8_recipe.describe()}"
 
     def _check_eager(self) -> None:
         """Raise UnsupportedError if DeepCompile's pass has taken this layer's collectives away."""
@@ -186,17 +186,17 @@ _BY_FORWARD = {
     "SubParamLinearAllreduce": RowAutoTpFp8Linear,
     "LinearAllreduceWithReplicatedInput": HeadAutoTpFp8Linear,
 }
-_STOCK = tuple(getattr(ds_layers, name) for name in _BY_FORWARD if hasattr(ds_layers, name))  # not all before 0.19.8
+_LINEARS = tuple(getattr(ds_layers, name) for name in _BY_FORWARD if hasattr(ds_layers, name))  # not all before 0.19.8
 
 
 @functools.cache
-def fp8_class(stock: Any) -> type[AutoTpFp8Linear] | None:
+def fp8_class(host: Any) -> type[AutoTpFp8Linear] | None:
     """Return the FP8 class of exactly this class, the same one each time; None: it has a `forward` of its own."""
-    owner = next(kind for kind in stock.__mro__ if "forward" in vars(kind))
+    owner = next(kind for kind in host.__mro__ if "forward" in vars(kind))
     mixin = _BY_FORWARD.get(owner.__name__) if owner.__module__ == ds_layers.__name__ else None
     if mixin is None:
         return None
-    return type(f"Fp8{stock.__name__}", (mixin, stock), {"__module__": __name__})
+    return type(f"Fp8{host.__name__}", (mixin, host), {"__module__": __name__})
 
 
 def autotp_linears(model: nn.Module) -> ForeignLinears:
@@ -206,7 +206,7 @@ def autotp_linears(model: nn.Module) -> ForeignLinears:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, _STOCK) and hasattr(module, "weight")
+    return isinstance(module, _LINEARS) and hasattr(module, "weight")
 
 
 def configure_autotp(config: TensorParallelConfig) -> None:
@@ -214,7 +214,7 @@ def configure_autotp(config: TensorParallelConfig) -> None:
     if config != TensorParallelConfig(gather=config.gather):
         raise ConfigError(
             f"fp8.tensor_parallel: expected no key but gather with AutoTP, got {config.model_dump()}. AutoTP has no "
-            "sequence parallelism and all-reduces activations: remove the others, or cut the model by "
+            "sequence parallelism and all-reduces activations: remove the others, or shard the model by "
             "fp8_ds.tp.parallelize."
         )
 

@@ -37,7 +37,7 @@ class TensorParallel:
         config: see `set_config`.
         inputs: gathered inputs that are being read.
         full_shape: (batch, sequence) of the last forward, where `parallelize` shards tokens.
-        cut_weight: one of the sharded weights.
+        sharded_weight: one of the sharded weights.
         num_bytes_gathered: bytes that linears have gathered in FP8 so far, this rank's own share included. Gathers
             inside graphs of torch.compile are not counted.
     """
@@ -56,7 +56,7 @@ class TensorParallel:
         self.inputs = GatheredInputs()
         self.full_shape: tuple[int, int] | None = None
         self._full_shapes: dict[int, set[tuple[int, int]]] = {}
-        self.cut_weight: weakref.ref[Tensor] | None = None
+        self.sharded_weight: weakref.ref[Tensor] | None = None
         self.num_bytes_gathered = 0
         self._compare_batches = BatchCheck(group)
 
@@ -86,7 +86,7 @@ class TensorParallel:
 
         ZeRO-3 does not allow that: its hooks end graphs at every module and hand modules aliases of their inputs.
         """
-        weight = None if self.cut_weight is None else self.cut_weight()
+        weight = None if self.sharded_weight is None else self.sharded_weight()
         if weight is not None and hasattr(weight, "ds_id"):
             return False
         return self.config.reduce_scatter == "bf16"
@@ -166,8 +166,8 @@ class TensorParallel:
 
     def __deepcopy__(self, memo: Any) -> TensorParallel:
         raise ConfigError(
-            "model: expected no copy of a model that fp8_ds.tp.parallelize has cut, got one. It would lose the hooks "
-            "that sum gradients, and what says that a weight is cut. Copy the model before it is cut."
+            "model: expected no copy of a model that fp8_ds.tp.parallelize has sharded, got one. It would lose the "
+            "hooks that sum gradients, and what says that a weight is sharded. Copy the model before that."
         )
 
 

@@ -61,7 +61,7 @@ class ParallelLinear(nn.Linear):
 
     tp: TensorParallel
     fp8_class: ClassVar[type[Fp8Linear] | None] = None
-    cut_dim: ClassVar[int]
+    shard_dim: ClassVar[int]
 
     @classmethod
     def from_full(cls, module: nn.Linear, tp: TensorParallel, unit: int = 1) -> Any:
@@ -80,14 +80,14 @@ class ParallelLinear(nn.Linear):
         """
         if problem := cls.problem(module, tp.size, unit):
             raise ConfigError(
-                f"module: expected an nn.Linear whose dim {cls.cut_dim} divides over {tp.size} ranks, got {problem}. "
-                "Use fewer ranks, or leave the layer whole; it is cut once, before deepspeed.initialize."
+                f"module: expected an nn.Linear whose dim {cls.shard_dim} divides over {tp.size} ranks, got {problem}. "
+                "Use fewer ranks, or leave the layer whole; it is sharded once, before deepspeed.initialize."
             )
         module.__class__ = cls
         assert isinstance(module, ParallelLinear)
         module.tp = tp
-        module._cut()
-        tp.cut_weight = weakref.ref(module.weight)
+        module._shard_parameters()
+        tp.sharded_weight = weakref.ref(module.weight)
         return module
 
     @classmethod
@@ -97,13 +97,13 @@ class ParallelLinear(nn.Linear):
             return f"a {type(module).__name__}, not exactly an nn.Linear"
         if hasattr(module.weight, "ds_id"):
             return "partitioned by deepspeed.zero.Init; build the model without it"
-        features = module.weight.shape[cls.cut_dim]
+        features = module.weight.shape[cls.shard_dim]
         if features % (num_ranks * unit):
             units = f"{features // unit} heads of {unit}" if unit > 1 else f"{features} features"
             return f"{tuple(module.weight.shape)}, {units}"
         return ""
 
-    def _cut(self) -> None:
+    def _shard_parameters(self) -> None:
         raise NotImplementedError
 
     def _shard(self, p: Any, dim: int) -> None:
@@ -133,9 +133,9 @@ class ColumnParallelLinear(ParallelLinear):
     """
 
     gathers_input = True
-    cut_dim = 0
+    shard_dim = 0
 
-    def _cut(self) -> None:
+    def _shard_parameters(self) -> None:
         self._shard(self.weight, 0)
         if self.bias is not None:
             self._shard(self.bias, 0)
@@ -159,9 +159,9 @@ class RowParallelLinear(ParallelLinear):
     bytes received each in bf16); without, forward all-reduces the output.
     """
 
-    cut_dim = 1
+    shard_dim = 1
 
-    def _cut(self) -> None:
+    def _shard_parameters(self) -> None:
         self._shard(self.weight, 1)
         self.in_features //= self.tp.size
         if self.bias is not None and self.tp.sequence_parallel:
@@ -208,11 +208,11 @@ class ParallelFp8Linear(Fp8Linear):
         Raises:
             ConfigError: another class, or a recipe that does not travel in FP8.
         """
-        stock = cls.__bases__[1]
-        if type(module) is not stock:
+        host = cls.__bases__[1]
+        if type(module) is not host:
             raise ConfigError(
-                f"module: expected a {stock.__name__}, got {type(module).__name__}. Cut an nn.Linear first; a layer is "
-                "converted once."
+                f"module: expected a {host.__name__}, got {type(module).__name__}. Shard an nn.Linear first; a layer "
+                "is converted once."
             )
         gathers = isinstance(module, ParallelLinear) and module.tp.config.gather == "fp8"
         rule = rule_of(recipe) if gathers else None

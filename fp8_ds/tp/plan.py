@@ -121,19 +121,19 @@ def parallelize(
     texts += [f"{plan}", f"sequence_parallel={sequence_parallel} {config}"]
     check_same("model", texts, tp_group, on_all_ranks=True)
     tp = TensorParallel(tp_group, sequence_parallel, config)  # from here on all ranks see the same
-    cuts = _cuts(model, plan, tp)
+    shardings = _shardings(model, plan, tp)
     blocks = _matching(model, plan.blocks)
     summed = _matching(model, plan.in_heads)
-    _check_named("inside its blocks", "in_heads", blocks, [*(cut.module for cut in cuts), *summed.values()])
+    _check_named("inside its blocks", "in_heads", blocks, [*(one.module for one in shardings), *summed.values()])
     if sequence_parallel:
         first, last = _one(model, plan.first), _one(model, plan.last)
         summed |= _matching(model, plan.in_shards)
         around = {name: model.get_submodule(name) for block in blocks if (name := block.rpartition(".")[0])}
-        _check_named("beside its blocks", "in_shards", around, [*(cut.module for cut in cuts), *summed.values()])
-    replicated = _replicated(summed, cuts)
+        _check_named("beside its blocks", "in_shards", around, [*(one.module for one in shardings), *summed.values()])
+    replicated = _replicated(summed, shardings)
     first_block = next((name for name, _ in model.named_modules() if name in blocks), "")
-    for cut in cuts:
-        cut.kind.from_full(cut.module, tp, cut.unit)
+    for one in shardings:
+        one.kind.from_full(one.module, tp, one.unit)
     _replicate(model, tp)
     for name, block in blocks.items():
         gather_once(block, tp, is_first=name == first_block)
@@ -159,7 +159,7 @@ def configure(model: nn.Module, config: TensorParallelConfig, recipe: str) -> No
     contexts = contexts_of(model)
     if not contexts and config != TensorParallelConfig():
         raise ConfigError(
-            "fp8.tensor_parallel: expected a model that fp8_ds.tp.parallelize has cut, got one without tensor-parallel "
+            "fp8.tensor_parallel: expected a model that fp8_ds.tp.parallelize has sharded, got one without parallel "
             "layers. Call it before deepspeed.initialize, or remove the key."
         )
     if contexts and config.gather == "fp8" and recipe not in RECIPES:
@@ -172,7 +172,7 @@ def configure(model: nn.Module, config: TensorParallelConfig, recipe: str) -> No
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _Sharding:
     fqn: str
     module: nn.Linear
     kind: type[ParallelLinear]
@@ -207,13 +207,13 @@ def _matches(name: str, pattern: str) -> bool:
     return all(fnmatchcase(part, want) for part, want in zip(parts[-len(wanted) :], wanted, strict=True))
 
 
-def _cuts(model: nn.Module, plan: TensorParallelPlan, tp: TensorParallel) -> list[_Cut]:
+def _shardings(model: nn.Module, plan: TensorParallelPlan, tp: TensorParallel) -> list[_Sharding]:
     """Return the linears to shard, and how.
 
     Raises:
         ConfigError: some cannot be sharded; the message names all of them.
     """
-    cuts: list[_Cut] = []
+    shardings: list[_Sharding] = []
     problems: list[str] = []
     places: dict[str, str] = {}
     for place, kind in (
@@ -232,22 +232,22 @@ def _cuts(model: nn.Module, plan: TensorParallelPlan, tp: TensorParallel) -> lis
                 if (unit := int(getattr(around, "head_dim", 0))) < 1:
                     problems.append(f"{fqn}: a {type(around).__name__} around it, whose `head_dim` is not known")
                     continue
-            cuts.append(_Cut(fqn, module, kind, unit))  # type: ignore[arg-type]
-    for cut in cuts:
+            shardings.append(_Sharding(fqn, module, kind, unit))  # type: ignore[arg-type]
+    for one in shardings:
         problem = "experts, which stay whole: name the module around them in `in_shards`, and not here"
-        if is_experts(cut.module) or (problem := cut.kind.problem(cut.module, tp.size, cut.unit)):
-            problems.append(f"{cut.fqn}: {problem}")
+        if is_experts(one.module) or (problem := one.kind.problem(one.module, tp.size, one.unit)):
+            problems.append(f"{one.fqn}: {problem}")
     owners: dict[int, str] = {}
-    for cut in cuts:
-        for p in cut.module.parameters():
-            if (owner := owners.setdefault(id(p), cut.fqn)) != cut.fqn:
-                problems.append(f"{cut.fqn}: a Parameter that {owner} has too")
+    for one in shardings:
+        for p in one.module.parameters():
+            if (owner := owners.setdefault(id(p), one.fqn)) != one.fqn:
+                problems.append(f"{one.fqn}: a Parameter that {owner} has too")
     if problems:
         lines = "\n".join(f"  {line}" for line in problems)
         raise ConfigError(
             f"model: expected linears that divide over {tp.size} ranks, got\n{lines}\nUse fewer ranks, or another plan."
         )
-    return cuts
+    return shardings
 
 
 def _one(model: nn.Module, pattern: str) -> nn.Module:
@@ -272,23 +272,23 @@ def _check_named(where: str, field: str, modules: dict[str, nn.Module], known: S
     }
     if left:
         raise ConfigError(
-            f"plan: expected every Parameter {where} to be cut or named in `{field}`, got {next(iter(left))} and "
+            f"plan: expected every Parameter {where} to be sharded or named in `{field}`, got {next(iter(left))} and "
             f"{len(left) - 1} more. Each rank would have another gradient of it. Use a plan of this model (QWEN3?)."
         )
 
 
-def _replicated(summed: dict[str, nn.Module], cuts: Sequence[_Cut]) -> list[nn.Parameter]:
+def _replicated(summed: dict[str, nn.Module], shardings: Sequence[_Sharding]) -> list[nn.Parameter]:
     """Return the Parameters of `summed`, each once however often it is named.
 
     Raises:
         ConfigError: one is a sharded linear's: gradients of different parts of a weight would be added up.
     """
-    owners = {id(p): cut.fqn for cut in cuts for p in cut.module.parameters()}
+    owners = {id(p): one.fqn for one in shardings for p in one.module.parameters()}
     for name, module in summed.items():
-        if cut := next((owners[id(p)] for p in module.parameters() if id(p) in owners), None):
+        if owner := next((owners[id(p)] for p in module.parameters() if id(p) in owners), None):
             raise ConfigError(
                 f"plan: expected modules that are whole on each rank in `in_shards` and `in_heads`, got {name!r}, in "
-                f"which {cut} is cut. Name what is beside it alone."
+                f"which {owner} is sharded. Name what is beside it alone."
             )
     return list({id(p): p for module in summed.values() for p in module.parameters()}.values())
 

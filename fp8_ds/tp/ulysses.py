@@ -93,7 +93,7 @@ def exchange_in_fp8(attention: nn.Module | None = None, grads: GradFormat = "bf1
         raise ConfigError(f'grads: expected "bf16", "e4m3" or "e5m2", got {grads!r}.')
     module: Any = _registered(UlyssesSPAttentionHF) if attention is None else attention
     if type(module) is ds_sequence.DistributedAttention:
-        _check_stock(module)
+        _check_exchange(module)
         module.__class__ = Fp8DistributedAttention
     elif type(module) is UlyssesSPAttentionHF:
         module.__class__ = type("Fp8UlyssesSPAttentionHF", (_HfMixin, UlyssesSPAttentionHF), {"__module__": __name__})
@@ -107,7 +107,7 @@ def exchange_in_fp8(attention: nn.Module | None = None, grads: GradFormat = "bf1
     return found
 
 
-def _check_stock(module: Any) -> None:
+def _check_exchange(module: Any) -> None:
     if module.sp_overlap_comm:
         raise ConfigError(
             "attention: expected one without sp_stream, got one that overlaps q's, k's and v's all-to-alls. They are "
@@ -181,7 +181,7 @@ def _unpack(parts: list[Tensor], like: Tensor, fmt: Float8Format | None) -> Tens
     return (codes.float() * scale_inv).to(like.dtype).view(like.shape)
 
 
-def _cut(x: Tensor, dim: int, num_ranks: int) -> Tensor:
+def _split(x: Tensor, dim: int, num_ranks: int) -> Tensor:
     """Split `dim` into n pieces, [n, ...]."""
     return x.unflatten(dim, (num_ranks, -1)).movedim(dim, 0).contiguous()
 
@@ -196,16 +196,16 @@ class _Exchange(torch.autograd.Function):
     def forward(
         ctx: Any, group: Any, dims: tuple[int, int], formats: Sequence[Float8Format | None], *xs: Tensor
     ) -> Any:
-        ctx.group, (ctx.cut_dim, ctx.join_dim), (fmt, ctx.grad_format) = group, dims, formats
-        shards = [_cut(x, ctx.cut_dim, dist.get_world_size(group)) for x in xs]
+        ctx.group, (ctx.split_dim, ctx.join_dim), (fmt, ctx.grad_format) = group, dims, formats
+        shards = [_split(x, ctx.split_dim, dist.get_world_size(group)) for x in xs]
         return tuple(_join(one, ctx.join_dim) for one in exchange(shards, group, fmt))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        shards = [_cut(grad, ctx.join_dim, dist.get_world_size(ctx.group)) for grad in grads]
+        shards = [_split(grad, ctx.join_dim, dist.get_world_size(ctx.group)) for grad in grads]
         found = exchange(shards, ctx.group, ctx.grad_format)
-        return None, None, None, *(_join(one, ctx.cut_dim) for one in found)
+        return None, None, None, *(_join(one, ctx.split_dim) for one in found)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -23,7 +23,7 @@ from fp8_ds.zero.sharded import Fetch, Fp8Shards
 
 
 class ParamHooks:
-    """Closures of one ZeRO-3 parameter, replaced by bound methods; DeepSpeed's own are kept as `stock_NAME`.
+    """Closures of one ZeRO-3 parameter, replaced by bound methods; DeepSpeed's own are kept as `original_NAME`.
 
     Attributes:
         closures: names of the closures.
@@ -32,36 +32,36 @@ class ParamHooks:
 
     closures: tuple[str, ...]
     shards: Any = None
-    stock_all_gather: Any
-    stock_all_gather_coalesced: Any
-    stock_partition: Any
+    original_all_gather: Any
+    original_all_gather_coalesced: Any
+    original_partition: Any
 
     def __init__(self, param: Any) -> None:
         self.param = param
         for name in self.closures:
-            setattr(self, f"stock_{name}", getattr(param, name))
+            setattr(self, f"original_{name}", getattr(param, name))
             setattr(param, name, getattr(self, name))
 
     def remove(self) -> None:
         for name in self.closures:
-            setattr(self.param, name, getattr(self, f"stock_{name}"))
+            setattr(self.param, name, getattr(self, f"original_{name}"))
 
 
-class StockParamHooks(ParamHooks):
+class Bf16ParamHooks(ParamHooks):
     """Closures of a ZeRO-3 parameter beside engines in FP8; such parameters go to DeepSpeed's own closures."""
 
     closures = ("all_gather", "partition")
 
     def all_gather(self, param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
         params = hand_on([self.param] if param_list is None else param_list, self.shards, "all_gather")
-        return self.stock_all_gather(params, async_op=async_op, hierarchy=hierarchy)
+        return self.original_all_gather(params, async_op=async_op, hierarchy=hierarchy)
 
     def partition(
         self, param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, free_data: bool = True
     ) -> None:
         params = [self.param] if param_list is None else param_list
         options = {"has_been_updated": has_been_updated, "free_data": free_data}
-        self.stock_partition(
+        self.original_partition(
             hand_on(params, self.shards, "partition", **options), hierarchy, has_been_updated, free_data
         )
 
@@ -90,7 +90,7 @@ def share_readers(module: Any) -> None:
     """Let the weights of `module`, which is not in FP8, be gathered together with those of an engine in FP8."""
     for p in module.parameters():
         if hasattr(p, "ds_id") and hooks_of(p) is None:
-            StockParamHooks(p)
+            Bf16ParamHooks(p)
 
 
 class ZeroParamHooks(ParamHooks):
@@ -100,7 +100,7 @@ class ZeroParamHooks(ParamHooks):
     shards: Fp8Shards
 
     def __init__(self, param: Any, shards: Fp8Shards) -> None:
-        if isinstance(before := hooks_of(param), StockParamHooks):  # an engine without an optimizer had the model
+        if isinstance(before := hooks_of(param), Bf16ParamHooks):  # an engine without an optimizer had the model
             before.remove()
         super().__init__(param)
         self.shards = shards
@@ -109,20 +109,20 @@ class ZeroParamHooks(ParamHooks):
     def all_gather_coalesced(self, params: Iterable[Any], safe_mode: bool = False, quantize: bool = False) -> Any:
         """Fetch for compute: FP8 weights in FP8, the rest as DeepSpeed does."""
         params = list(params)
-        weights, rest = self.shards.fetched_in_fp8(params), self.shards.fetched_by_stock(params)
+        weights, rest = self.shards.fetched_in_fp8(params), self.shards.fetched_in_bf16(params)
         handles: list[Any] = []
         if weights:
             handles.append(self.shards.gather(weights))
         if rest or not weights:
-            self.shards.wait_until_ready()  # stock code has no such wait: DeepSpeed's timer empties the queue for it
-            handles.append(self.stock_all_gather_coalesced(rest, safe_mode, quantize))
+            self.shards.wait_until_ready()  # DeepSpeed has no such wait: its timer empties the queue for it
+            handles.append(self.original_all_gather_coalesced(rest, safe_mode, quantize))
             if rest and ds_comm.get_world_size(group=rest[0].ds_process_group) > 1:
                 self.shards.counter.hp += sum(p.ds_numel_aligned * p.ds_tensor.element_size() for p in rest)
         return Fetch(handles, params, self.shards.in_flight)
 
     def all_gather(self, param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
         """Gather bf16 of the masters for reading. Weights that are gathered in FP8 (persistent) are released first."""
-        if param_list is self.shards.persistent:  # stock code after a step or a checkpoint
+        if param_list is self.shards.persistent:  # DeepSpeed after a step or a checkpoint
             return gather_persistent(self.shards)
         params = [self.param] if param_list is None else hand_on(param_list, self.shards, "all_gather")
         for weight in self.shards.of(params):
@@ -134,7 +134,7 @@ class ZeroParamHooks(ParamHooks):
             if num_ranks > 1:
                 self.shards.counter.hp += num_ranks * p.ds_tensor.ds_numel * p.element_size()
         with self.shards.bf16_shards(self.shards.of(wanted)):
-            return self.stock_all_gather(params, async_op=async_op, hierarchy=hierarchy)
+            return self.original_all_gather(params, async_op=async_op, hierarchy=hierarchy)
 
     def partition(
         self, param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, free_data: bool = True
@@ -155,13 +155,13 @@ class ZeroParamHooks(ParamHooks):
         for weight in weights:
             weight.release()
         if not has_been_updated or not weights:
-            self.stock_partition(params, hierarchy, has_been_updated, free_data)
+            self.original_partition(params, hierarchy, has_been_updated, free_data)
             return
         if in_fp8:  # nobody has updated these: writing into a weight that is gathered in FP8 raises
-            self.stock_partition(in_fp8, hierarchy, False, free_data)
+            self.original_partition(in_fp8, hierarchy, False, free_data)
         done = set(map(id, in_fp8))
         with self.shards.bf16_shards(in_bf16, keep_written=True):
-            self.stock_partition([p for p in params if id(p) not in done], hierarchy, True, free_data)
+            self.original_partition([p for p in params if id(p) not in done], hierarchy, True, free_data)
             if in_bf16:
                 self.shards.absorb(in_bf16)
 
@@ -177,7 +177,7 @@ def gather_persistent(shards: Fp8Shards) -> None:
     if weights := shards.fetched_in_fp8(params):
         shards.gather(weights).wait()
     alike: dict[Any, list[Any]] = {}  # in the order of `params`, which is that of all ranks
-    for p in shards.fetched_by_stock(params):
+    for p in shards.fetched_in_bf16(params):
         alike.setdefault((p.ds_process_group, p.ds_tensor.dtype), []).append(p)
     for some in alike.values():
         shards.counter.hp += _gather(some)

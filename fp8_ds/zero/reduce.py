@@ -67,8 +67,8 @@ class Fp8ReduceStage12:
             output, start = outputs[0] if outputs else None, 0
             while start < piece.numel():
                 numel = min(left[0], piece.numel() - start)
-                cut = None if output is None else output.view(-1).narrow(0, start, numel)
-                yield destination, piece.narrow(0, start, numel), cut
+                part = None if output is None else output.view(-1).narrow(0, start, numel)
+                yield destination, piece.narrow(0, start, numel), part
                 start += numel
                 left[0] -= numel
                 if left[0] == 0:

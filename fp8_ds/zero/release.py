@@ -214,13 +214,13 @@ class Fp8ReleaseStage12(Fp8StatesStage12):
         """Put every gradient into a bucket at once, in stage 1 too."""
         if getattr(self, "_coalesce_grad_reduction", False):  # since DeepSpeed 0.19.8
             return
-        # Stock stage 1 empties no bucket after a micro-batch that does not end the step: it would find two gradients of
-        # a parameter in one, and say nothing of release.
+        # Stage 1 of DeepSpeed's own empties no bucket after a micro-batch that does not end the step: it would find two
+        # gradients of a parameter in one, and say nothing of release.
         self._fp8_release.expect([self._fp8_names[id(param)]])
         self.setup_buckets()
         self.reduce_ready_partitions_and_remove_grads(param, i)
         for dtype, bucket in self.ipg_buckets.items():
-            # One gradient that is larger than a bucket: stock code would keep it until the next one is there.
+            # One gradient that is larger than a bucket: DeepSpeed would keep it until the next one is there.
             if bucket.elements > self.reduce_bucket_size:
                 self.reduce_ipg_grads(comm_dtype=dtype)
 

@@ -212,7 +212,7 @@ class Fp8Shards:
         """Return the FP8 weights among `params` whose layers compute in FP8."""
         return [weight for weight in self.of(params) if not weight.in_bf16]
 
-    def fetched_by_stock(self, params: Iterable[Any]) -> list[Any]:
+    def fetched_in_bf16(self, params: Iterable[Any]) -> list[Any]:
         """Return the parameters that arrive in bf16."""
         return [p for p in params if id(p) not in self._by_param or self._by_param[id(p)].in_bf16]
 

@@ -261,13 +261,13 @@ class Fp8ZeroStage12(Fp8AccessStage12):
             norm = super().get_grad_norm_direct(gradients, self.params_in_partition[i])  # type: ignore[misc]
             self._fp8_norms.append((gradients, norm))
         norms = torch.stack([norm for _, norm in self._fp8_norms])
-        self.overflow = not bool(((norms >= 0) & torch.isfinite(norms)).all())  # stock code says -1 for infinite or NaN
+        self.overflow = not bool(((norms >= 0) & torch.isfinite(norms)).all())  # DeepSpeed says -1 for infinite or NaN
 
     def get_grad_norm_direct(self: Any, gradients: Any, params: Any, norm_type: float = 2) -> Tensor:
         """Return DeepSpeed's norm; one that `check_overflow` has measured in this step is not measured again."""
         for k, (measured, norm) in enumerate(self._fp8_norms):
             if measured is gradients and norm_type == 2:
-                del self._fp8_norms[k]  # with the gradients, which stock code is about to free
+                del self._fp8_norms[k]  # with the gradients, which DeepSpeed is about to free
                 return norm
         found: Tensor = super().get_grad_norm_direct(gradients, params, norm_type)  # type: ignore[misc]
         return found
@@ -309,7 +309,7 @@ class Fp8ZeroStage12(Fp8AccessStage12):
         self._fp8_set_shards()  # views of what has left would keep its memory
 
     def reload_states(self: Any, non_blocking: bool = False) -> None:
-        reload_weights(self)  # first: stock code would move its flat buffer, which is a meta tensor here
+        reload_weights(self)  # first: DeepSpeed would move its flat buffer, which is a meta tensor here
         super().reload_states(non_blocking=non_blocking)  # type: ignore[misc]
         self._fp8_set_shards()
 
@@ -378,7 +378,7 @@ def _expect_patched_gather() -> None:
         )
 
 
-def patched_all_gather(stock: Any) -> Any:
+def patched_all_gather(original: Any) -> Any:
     """Wrap `all_gather_dp_groups`: an FP8 optimizer's groups go to their owner, all others to DeepSpeed's own."""
 
     def all_gather_dp_groups(groups_flat: Any, *args: Any, **kwargs: Any) -> Any:
@@ -386,9 +386,9 @@ def patched_all_gather(stock: Any) -> Any:
             owner = groups_flat.owner()
             assert owner is not None
             return owner._fp8_refresh(is_step=owner._fp8_in_step)
-        return stock(groups_flat, *args, **kwargs)
+        return original(groups_flat, *args, **kwargs)
 
-    all_gather_dp_groups.fp8_ds_stock = stock  # type: ignore[attr-defined]
+    all_gather_dp_groups.fp8_ds_stock = original  # type: ignore[attr-defined]
     return all_gather_dp_groups
 
 

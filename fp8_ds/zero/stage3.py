@@ -80,7 +80,7 @@ class Fp8ZeroStage3:
         return ShardedWeight(name, p, index, self._fp8_shards.quantizer)
 
     def _fp8_fill(self: Any, device: torch.device) -> None:
-        self._fp8_drop_flat(remake=True)  # before the FP8 bytes exist: initialize holds no more than stock
+        self._fp8_drop_flat(remake=True)  # before the FP8 bytes exist: initialize holds no more than DeepSpeed's own
         self._fp8_make_shards(device)
 
     def _fp8_make_shards(self: Any, device: torch.device) -> None:
@@ -187,14 +187,14 @@ class Fp8ZeroStage3:
         A step's first gradients are written to where DeepSpeed copies them afterwards. That copy is then free: on CUDA
         torch copies nothing onto itself (ATen/native/cuda/Copy.cu).
         """
-        stock = ds_stage3.reduce_scatter_coalesced
+        original = ds_stage3.reduce_scatter_coalesced
         is_first = self._fp8_keeps_gradients and self.micro_step_id == 0
         places = [self._fp8_gradient_buffer(p) for p in params] if is_first else ()
         ds_stage3.reduce_scatter_coalesced = partial(reduce_scatter_shares, places=places)
         try:
             return super()._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(params, *args)  # type: ignore[misc]
         finally:
-            ds_stage3.reduce_scatter_coalesced = stock
+            ds_stage3.reduce_scatter_coalesced = original
 
     def partition_grads(self: Any, params_to_release: list[Any], grad_partitions: list[Tensor]) -> list[Tensor]:
         """Run DeepSpeed's method, but start from zero for parameters that earlier micro-batches did not use; DeepSpeed
@@ -281,7 +281,7 @@ class Fp8ZeroStage3:
 
     def offload_states(self: Any, include: Any = None, device: Any = None, **kwargs: Any) -> None:
         include, with_weights, device = split_lp_params(self, include, device)
-        if include:  # stock code of DeepSpeed before 0.19.8 offloads nothing without its own FusedAdam
+        if include:  # DeepSpeed before 0.19.8 offloads nothing without its own FusedAdam
             super().offload_states(include=include, device=device, **kwargs)  # type: ignore[misc]
         if with_weights:
             offload_weights(self, device)
@@ -298,7 +298,7 @@ class Fp8ZeroStage3:
         for weight in self._fp8_shards.weights:
             weight.shard = moved.narrow(0, weight.shard.storage_offset(), weight.shard.numel())
         self._fp8_flat = moved
-        for p in self._fp8_shards.fetched_by_stock(p for group in self.fp16_groups for p in group):
+        for p in self._fp8_shards.fetched_in_bf16(p for group in self.fp16_groups for p in group):
             p.ds_tensor.data = p.ds_tensor.data.to(device)
 
     @contextmanager

@@ -34,7 +34,7 @@ class Fp8States:
 
     Attributes:
         _fp8_waits: whether the host waits for a step's flag; else `overflow` is that of the step before.
-        _fp8_stock_masters: DeepSpeed's flat masters, one for each of `_fp8_flats`.
+        _fp8_deepspeed_masters: DeepSpeed's flat masters, one for each of `_fp8_flats`.
     """
 
     optimizer: Fp8AdamW
@@ -121,7 +121,7 @@ class Fp8States:
             return
         self._fp8_is_dense = self.optimizer.is_dense = True
         try:
-            for master, dense in zip(self._fp8_stock_masters, self._fp8_dense_masters(), strict=True):
+            for master, dense in zip(self._fp8_deepspeed_masters, self._fp8_dense_masters(), strict=True):
                 master.data = dense
             self._fp8_enter_dense()
             yield scales
@@ -138,7 +138,7 @@ class Fp8States:
 
     def _fp8_absorb(self: Any, saved_scales: dict[str, Tensor]) -> None:
         """Quantise dense moments and masters, and free the memory of the masters. Collective."""
-        masters = self._fp8_stock_masters
+        masters = self._fp8_deepspeed_masters
         self.optimizer.absorb_dense(masters)
         core = self.optimizer.core
         scales: PredictedScales = core.scales
@@ -226,12 +226,12 @@ def building(releases: bool) -> Iterator[None]:
         (engine_module, "DeepSpeedZeroOptimizer", Building12),
         (stage3_module, "DeepSpeedZeroOptimizer_Stage3", Building3),
     )
-    stock = [getattr(module, name) for module, name, _ in places]
+    original = [getattr(module, name) for module, name, _ in places]
     attributes = {"fp8_releases": releases}
-    for (module, name, mixin), host in zip(places, stock, strict=True):
+    for (module, name, mixin), host in zip(places, original, strict=True):
         setattr(module, name, type(f"Building{host.__name__}", (mixin, host), attributes))
     try:
         yield
     finally:
-        for (module, name, _), host in zip(places, stock, strict=True):
+        for (module, name, _), host in zip(places, original, strict=True):
             setattr(module, name, host)

@@ -1,4 +1,4 @@
-"""ZeRO-1 and 2 with FP8 optimizer states: the stock step, its flat fp32 gradients and its dense states are replaced.
+"""ZeRO-1 and 2 with FP8 optimizer states: DeepSpeed's step, its flat fp32 gradients and its dense states are replaced.
 
 DeepSpeed's flat fp32 masters become tensors of no size (`virtual_flat`): the high part of each lies in the gather
 buffer, the low part beside the moments. Seams: fp8_ds/engine/seams.py.
@@ -52,7 +52,7 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         return bool(self.check_grad_overflow)
 
     @property
-    def _fp8_stock_masters(self: Any) -> Any:
+    def _fp8_deepspeed_masters(self: Any) -> Any:
         return self.single_partition_of_fp32_groups
 
     def fp8_init(self: Any, context: Fp8Context) -> None:
@@ -186,7 +186,7 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         for i, params in enumerate(self.params_in_partition):
             _drop_gradients(self.params_not_in_partition[i])
             pieces = [g for g in self.averaged_gradients[i] if not getattr(g, "_zero_padding", False)]
-            for p, grad in zip(params, pieces, strict=False):  # stock code may put a piece of padding last
+            for p, grad in zip(params, pieces, strict=False):  # DeepSpeed may put a piece of padding last
                 by_name[self._fp8_names[id(p)]] = (grad.reshape(-1), p)
         found = [by_name[shard.name] for shard in self.optimizer.core.shards]
         for (grad, _), shard in zip(found, self.optimizer.core.shards, strict=True):
@@ -251,7 +251,7 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
             for p in group:
                 self._fp8_link_fragment(i, p, pieces.get(self._fp8_names[id(p)]))
                 p.set_full_hp_param = functools.partial(self._fp8_set_full, p)
-        self._hp_optimizer_states_linked = True  # nothing is left for stock code to link in its first step
+        self._hp_optimizer_states_linked = True  # nothing is left for DeepSpeed to link in its first step
 
     def _fp8_link_fragment(self: Any, i: int, p: Any, piece: Piece | None) -> None:
         """Link a fragment if this rank has a shard. DeepSpeed is wrong about that with `round_robin_gradients`."""

@@ -1,4 +1,4 @@
-"""ZeRO-3 with FP8 optimizer states: the stock step, its flat fp32 gradients and its dense states are replaced.
+"""ZeRO-3 with FP8 optimizer states: DeepSpeed's step, its flat fp32 gradients and its dense states are replaced.
 
 The FP8 shard of a weight is the high part of this rank's masters, the low part lies beside the moments, and DeepSpeed's
 flat fp32 masters become tensors of no size (`virtual_flat`). Seams: fp8_ds/engine/seams.py.
@@ -242,7 +242,7 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
         return grads, params
 
     @property
-    def _fp8_stock_masters(self: Any) -> Any:
+    def _fp8_deepspeed_masters(self: Any) -> Any:
         return self.fp32_partitioned_groups_flat
 
     def _fp8_absorb(self: Any, saved_scales: dict[str, Tensor]) -> None:
@@ -265,7 +265,7 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
         return super()._fp8_hp_shards(group)
 
     def _rigid_state_dict(self: Any) -> dict[str, Any]:
-        """Return DeepSpeed's state with dense float32 masters and moments on the CPU, under their stock names."""
+        """Return DeepSpeed's state with dense float32 masters and moments on the CPU, under DeepSpeed's names."""
         state: dict[str, Any] = super()._rigid_state_dict()  # type: ignore[misc]
         state["fp32_flat_groups"] = list(self._fp8_dense_masters())
         return state

@@ -52,7 +52,7 @@ def megatron(layout: Layout) -> Iterator[None]:
     before = set(groups)
     with on_cpu():
         norm = patches.apply(
-            {"megatron.core.transformer.transformer_block.LayerNormImpl": lambda stock: SequenceParallelNorm}
+            {"megatron.core.transformer.transformer_block.LayerNormImpl": lambda original: SequenceParallelNorm}
         )
         parallel_state.initialize_model_parallel(
             layout.tp, layout.pp, expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=1

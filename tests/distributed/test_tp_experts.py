@@ -50,8 +50,11 @@ def refused(case: str) -> str:
         ("llama's", "expected a module named '*layers.*.mlp.gate_proj', got none in MoeLM"),
         ("experts cut by columns", "layers.0.mlp.experts: experts, which stay whole: name the module around them in"),
         ("a parameter", "expected a module named '*layers.*.mlp.experts.gate_up_proj', got none"),
-        ("a mixture as a block", "inside its blocks to be cut or named in `in_heads`, got lm.model.layers.0.mlp.gate"),
-        ("no word of them", "beside its blocks to be cut or named in `in_shards`, got lm.model.layers.0.mlp.gate"),
+        (
+            "a mixture as a block",
+            "inside its blocks to be sharded or named in `in_heads`, got lm.model.layers.0.mlp",
+        ),
+        ("no word of them", "beside its blocks to be sharded or named in `in_shards`, got lm.model.layers.0.mlp.gate"),
     ],
 )
 def test_plans_that_would_cut_experts_or_forget_them_are_errors(ranks: Any, case: str, expected: str) -> None:

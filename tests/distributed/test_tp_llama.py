@@ -646,7 +646,7 @@ def wrong_block(block: dict[str, Any], tp_size: int) -> str:
 @pytest.mark.parametrize(
     ("block", "tp_size", "expected"),
     [
-        ({"tensor_parallel": {"gather": "bf16"}}, 1, "expected a model that fp8_ds.tp.parallelize has cut"),
+        ({"tensor_parallel": {"gather": "bf16"}}, 1, "expected a model that fp8_ds.tp.parallelize has sharded"),
         ({"linear": {"recipe": "delayed"}}, 2, "expected one of tensorwise, rowwise, blockwise"),
     ],
 )

@@ -231,8 +231,8 @@ def test_dropout_that_all_ranks_compute_needs_one_seed(
 
 
 PLANS = {
-    "a cut weight in shards": replace(PLAN, in_shards=(*PLAN.in_shards, "layers.*.mixer")),
-    "a cut weight in heads": replace(PLAN, in_heads=("layers.1.mixer.up",)),
+    "a sharded weight in shards": replace(PLAN, in_shards=(*PLAN.in_shards, "layers.*.mixer")),
+    "a sharded weight in heads": replace(PLAN, in_heads=("layers.1.mixer.up",)),
     "a linear in two places": replace(PLAN, row=(*PLAN.row, "layers.1.mixer.up")),
     "heads of no known size": replace(PLAN, heads=PLAN.column, column=()),
     "the end before the beginning": replace(PLAN, first="last", last="layers.0"),
@@ -265,16 +265,16 @@ def refused(case: str) -> str:
     [
         (
             "a norm beside the block",
-            "beside its blocks to be cut or named in `in_shards`, got layers.0.norm_after.weight",
+            "beside its blocks to be sharded or named in `in_shards`, got layers.0.norm_after.weight",
         ),
         ("a weight twice", "layers.1.mixer.up: a Parameter that layers.0.mixer.up has too"),
-        ("a cut weight in shards", "got 'layers.0.mixer', in which layers.0.mixer.up is cut"),
-        ("a cut weight in heads", "got 'layers.1.mixer.up', in which layers.1.mixer.up is cut"),
+        ("a sharded weight in shards", "got 'layers.0.mixer', in which layers.0.mixer.up is sharded"),
+        ("a sharded weight in heads", "got 'layers.1.mixer.up', in which layers.1.mixer.up is sharded"),
         ("a linear in two places", "layers.1.mixer.up: in `column` of the plan, and in `row` too"),
         ("heads of no known size", "layers.0.mixer.up: a Mixer around it, whose `head_dim` is not known"),
         ("the end before the beginning", "expected its `first` module to run before its `last`, a Layer"),
         ("tokens in another dim", "expected [batch, sequence, channels], got (8, 32)"),
-        ("a copy", "expected no copy of a model that fp8_ds.tp.parallelize has cut"),
+        ("a copy", "expected no copy of a model that fp8_ds.tp.parallelize has sharded"),
     ],
 )
 def test_what_would_train_otherwise_without_a_word_is_an_error(ranks: Any, case: str, expected: str) -> None:

@@ -116,14 +116,14 @@ def test_with_fp8_states_the_device_waits_for_the_last_reductions_and_the_host_g
     assert fp8_states["stream by the device"] == fp32_states["stream by the device"] + 1
 
 
-def same_as_stocks(persistent: list[Any], stock_all_gather: Any) -> list[tuple[bool, bool]]:
+def same_as_stocks(persistent: list[Any], original_all_gather: Any) -> list[tuple[bool, bool]]:
     """For each persistent parameter: whether it is here, and has the bits that stock's own gather gives it."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     is_here = [p.ds_status == ZeroParamStatus.AVAILABLE for p in persistent]
     ours = [p.data.clone() for p in persistent]
     persistent[0].partition(persistent)
-    stock_all_gather(persistent)
+    original_all_gather(persistent)
     return [
         (here, value.shape == p.ds_shape and torch.equal(value, p.data))
         for here, value, p in zip(is_here, ours, persistent, strict=True)
@@ -159,7 +159,7 @@ def gathered(fp8: dict[str, Any]) -> dict[str, Any]:
         engine.step()
     in_step = mode.names["aten::split_with_sizes_copy"]
     optimizer = engine.optimizer
-    persistent = same_as_stocks(optimizer.persistent_parameters, optimizer._fp8_hooks[0].stock_all_gather)
+    persistent = same_as_stocks(optimizer.persistent_parameters, optimizer._fp8_hooks[0].original_all_gather)
     shards = optimizer._fp8_shards
     names, is_same, is_freed = {}, True, True
     together, each = grouped.MIN_BYTES, 0
@@ -210,7 +210,7 @@ def left(fp8: dict[str, Any]) -> dict[str, Any]:
     p = weight.param
     found: dict[str, Any] = {"weight": []}
     hooks = next(hooks for hooks in engine.optimizer._fp8_hooks if hooks.param is p)
-    for release in (hooks.stock_partition, p.partition):
+    for release in (hooks.original_partition, p.partition):
         shards.gather([weight]).wait()
         assert p.ds_status == ZeroParamStatus.AVAILABLE
         release()

@@ -123,7 +123,7 @@ def test_one_line_says_what_computes_what() -> None:
         layer.core_attention = Attention(backend)
     layers[0].linear_fc2 = linear(Fp8RowParallelLinear, 8, 4)
     layers[0].linear_fc2.bf16_reason = "--first-last-layers-bf16"
-    layers[1].core_attention.fp8_attention, layers[1].core_attention.stock_reason = None, "qk_clip"
+    layers[1].core_attention.fp8_attention, layers[1].core_attention.host_reason = None, "qk_clip"
     assert described(*layers) == (
         "linears: 2 x fp8_ds rowwise, 1 x bf16 (--first-last-layers-bf16) "
         "| attention: 1 x reference, 1 x stock (qk_clip)"

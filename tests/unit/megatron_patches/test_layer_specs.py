@@ -120,7 +120,7 @@ def test_mla_is_left_alone() -> None:
 def test_experts_are_replaced_in_every_layer(freq: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.transformer import transformer_block, transformer_layer
 
-    for module in (layer_specs.stock_specs, transformer_block, transformer_layer):
+    for module in (layer_specs.megatron_specs, transformer_block, transformer_layer):
         for name, value in (("get_num_layers_to_build", 4), ("get_transformer_layer_offset", 0)):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, lambda *args, value=value, **kwargs: value)
@@ -145,7 +145,7 @@ def test_a_spec_that_megatron_calls_is_of_the_stage_it_names(monkeypatch: pytest
         stages.append(vp_stage)
         return TransformerBlockSubmodules(layer_specs=[get_gpt_layer_local_spec()] * 2)
 
-    monkeypatch.setattr(layer_specs.stock_specs, "get_gpt_decoder_block_spec", block)
+    monkeypatch.setattr(layer_specs.megatron_specs, "get_gpt_decoder_block_spec", block)
     moe = config(num_moe_experts=4, moe_layer_freq=[0, 1, 0, 1], add_bias_linear=False)
     later = layer_specs.later_spec(use_transformer_engine=False, fp8=FP8, attention=None)
     for stage in (0, 1):
@@ -163,7 +163,7 @@ def test_alternating_experts_under_virtual_stages_are_refused() -> None:
     values = {"num_moe_experts": 4, "moe_layer_freq": [0, 1, 0, 1], "virtual_pipeline_model_parallel_size": 2}
     fake = SimpleNamespace(num_layers=4, **values)
     with pytest.raises(UnsupportedError, match=r"--num-layers-per-virtual-pipeline-stage: expected none"):
-        layer_specs.stock_layer_spec(fake, use_transformer_engine=False)
+        layer_specs.megatron_layer_spec(fake, use_transformer_engine=False)
 
 
 @pytest.mark.parametrize("use_transformer_engine", [False, True])
@@ -184,7 +184,7 @@ def test_layers_that_megatron_builds_only_without_a_spec_are_refused(
     other = config()
     setattr(other, field, value)
     with pytest.raises(UnsupportedError, match=rf"{flag}: expected it left out with a layer spec .*, got {value}\."):
-        layer_specs.stock_layer_spec(other, use_transformer_engine=use_transformer_engine)
+        layer_specs.megatron_layer_spec(other, use_transformer_engine=use_transformer_engine)
 
 
 def test_attention_for_transformer_engines_layers_without_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +205,7 @@ def test_bf16_layers_alone_are_no_fp8(first: int, last: int) -> None:
 
 
 def test_fp8_without_transformer_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_specs, "stock_layer_spec", lambda *args, **kwargs: te_spec())
+    monkeypatch.setattr(layer_specs, "megatron_layer_spec", lambda *args, **kwargs: te_spec())
     fp8 = config(fp8="hybrid", fp8_recipe="tensorwise")
     with pytest.raises(
         UnsupportedError, match=r"expected Transformer Engine, got none .* pass --transformer-impl local"
@@ -264,7 +264,9 @@ def test_torchs_norm_after_the_last_layer_is_refused_before_the_model_is_built(m
 def test_what_linears_refuse_is_refused_by_a_stage_without_layers(
     monkeypatch: pytest.MonkeyPatch, recipe: str, values: dict[str, Any], message: str
 ) -> None:
-    monkeypatch.setattr(layer_specs, "stock_layer_spec", lambda *args, **kwargs: TransformerBlockSubmodules([], None))
+    monkeypatch.setattr(
+        layer_specs, "megatron_layer_spec", lambda *args, **kwargs: TransformerBlockSubmodules([], None)
+    )
     options: dict[str, Any] = {"use_transformer_engine": False, "fp8": settings("hybrid", recipe)}
     with pytest.raises((ConfigError, UnsupportedError), match=message):
         layer_spec(config(**values), **options)
@@ -373,12 +375,12 @@ def test_norms_of_queries_and_keys_are_those_asked_for(freq: Any, monkeypatch: p
     from megatron.core.transformer import transformer_block, transformer_layer
     from megatron.core.transformer.torch_norm import L2Norm
 
-    for module in (layer_specs.stock_specs, transformer_block, transformer_layer):
+    for module in (layer_specs.megatron_specs, transformer_block, transformer_layer):
         for name, value in (("get_num_layers_to_build", 4), ("get_transformer_layer_offset", 0)):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, lambda *args, value=value, **kwargs: value)
     moe = config(num_moe_experts=4, moe_layer_freq=freq, add_bias_linear=False, qk_l2_norm=True)
-    spec = layer_specs.stock_layer_spec(moe, use_transformer_engine=False)
+    spec = layer_specs.megatron_layer_spec(moe, use_transformer_engine=False)
     for layer in getattr(spec, "layer_specs", [spec]):
         assert layer.submodules.self_attention.submodules.q_layernorm is L2Norm
 

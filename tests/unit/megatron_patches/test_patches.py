@@ -81,7 +81,7 @@ def test_a_symbol_without_a_row_is_refused(host: ModuleType) -> None:
 def test_twice_is_refused_and_rows_hold_while_applied(host: ModuleType) -> None:
     applied = patches.apply({f"{HOST}.one": lambda stock: lambda *args: stock(*args)})
     patches.check("core")  # by the stock signature
-    with pytest.raises(SeamError, match=r"expected the stock symbol, got ours"):
+    with pytest.raises(SeamError, match=r"expected Megatron.s own symbol, got ours"):
         patches.apply({f"{HOST}.one": lambda stock: max})
     applied.remove()
 
