@@ -167,7 +167,7 @@ class MegatronFp8Linear:
         """Compute the output from the operands of Megatron's `forward`; `kwargs` say what to send."""
         if self.fp8_recipe is None:
             host: Any = super()
-            return cast(Tensor, host._forward_impl(input, weight, *args, **kwargs))
+            return host._forward_impl(input, weight, *args, **kwargs)
         if weight is not cast(Any, self).weight:
             raise ConfigError(
                 "weight: expected the layer's own with FP8, got another. Layers whose weight is passed to forward stay "
@@ -182,8 +182,9 @@ class MegatronFp8Linear:
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return `x W^T + bias`, without communication."""
-        apply: Any = _LinearFunction.apply  # untyped in torch
-        return cast(Tensor, apply(Fp8Linear.checked(x, weight), weight, bias, self.fp8_recipe, torch.is_grad_enabled()))
+        return _LinearFunction.apply(
+            Fp8Linear.checked(x, weight), weight, bias, self.fp8_recipe, torch.is_grad_enabled()
+        )
 
 
 class Fp8ColumnParallelLinear(MegatronFp8Linear, ColumnParallelLinear):
@@ -203,8 +204,7 @@ class Fp8ColumnParallelLinear(MegatronFp8Linear, ColumnParallelLinear):
             self.tp.check_first(x, is_full=False)
             return self.product(gather_tokens(x, self.tp, shape, reduces=True), self.weight, bias)
         nominal, gathered = gather_input(x, self.tp, self.tp_rule, shape)
-        apply: Any = _ColumnFunction.apply  # untyped in torch
-        return cast(Tensor, apply(nominal, self.weight, bias, self.tp_rule, gathered, torch.is_grad_enabled()))
+        return _ColumnFunction.apply(nominal, self.weight, bias, self.tp_rule, gathered, torch.is_grad_enabled())
 
 
 class Fp8RowParallelLinear(MegatronFp8Linear, RowParallelLinear):
@@ -225,8 +225,7 @@ class Fp8RowParallelLinear(MegatronFp8Linear, RowParallelLinear):
         self._begin_forward()
         x = Fp8Linear.checked(input_, self.weight)
         self.tp.check_first(x, is_full=True)
-        apply: Any = _RowFunction.apply  # untyped in torch
-        own: Tensor = apply(x, self.weight, self, torch.is_grad_enabled())
+        own: Tensor = _RowFunction.apply(x, self.weight, self, torch.is_grad_enabled())
         output = own.view(x.shape[0] // self.tp.size, *x.shape[1:-1], own.shape[-1])
         if self.skip_bias_add:
             return output, self.bias

@@ -118,12 +118,10 @@ _PRIVATE = ("_data", "_scale_inv", "_reset_caches")
 
 def _kept(p: Any) -> Tensor | None:
     """Return the value before it was cast to FP8, if Transformer Engine has kept it."""
-    kept: Tensor | None = p.get_high_precision_init_val() if hasattr(p, "get_high_precision_init_val") else None
-    return kept
+    return p.get_high_precision_init_val() if hasattr(p, "get_high_precision_init_val") else None
 
 
 def _initial(p: Any) -> Tensor:
     """Return the value before it was cast to FP8, or else the de-quantised bytes."""
     kept = _kept(p)
-    value: Tensor = p.dequantize() if kept is None else kept
-    return value
+    return p.dequantize() if kept is None else kept

@@ -225,5 +225,4 @@ def flash_attention(
         fp8: whether q, k and v go into E4M3.
         hadamard: whether q and k are rotated before that.
     """
-    out: Tensor = _FlashFunction.apply(q, k, v, geometry, kernel, fp8, hadamard)
-    return out
+    return _FlashFunction.apply(q, k, v, geometry, kernel, fp8, hadamard)

@@ -89,9 +89,8 @@ class ColumnAutoTpFp8Linear(AutoTpFp8Linear):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: Tensor) -> Tensor:
         self._check_eager()
-        apply: Any = _Column.apply  # untyped in torch
         record = torch.is_grad_enabled()
-        output: Tensor = apply(
+        output: Tensor = _Column.apply(
             self.checked(input, self.weight), self.weight, self.bias, self.fp8_recipe, record, self.mp_group
         )
         return self._gathered(output) if getattr(self, "gather_output", False) else output
@@ -124,8 +123,7 @@ class HeadAutoTpFp8Linear(RowAutoTpFp8Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         scatter: Any = ds_layers.ScatterToTensorParallelRegion.apply
-        output: Tensor = super().forward(scatter(self.mp_group, input, self._partition_sizes, self.tp_index))
-        return output
+        return super().forward(scatter(self.mp_group, input, self._partition_sizes, self.tp_index))
 
 
 class _Column(torch.autograd.Function):

@@ -251,8 +251,7 @@ class _ColumnFunction(torch.autograd.Function):
         output_TO = rule.output(gathered, weight_fp8, bias, x.dtype)
         kept_weight = keep_weight(ctx, weight, weight_fp8, record=record)
         ctx.save_for_backward(*kept_weight, *(rule.keep_input(gathered) if record and weight.requires_grad else ()))
-        output: Tensor = torch.ops.aten._unsafe_view(output_TO, (*x.shape[:-1], output_TO.shape[-1]))
-        return output
+        return torch.ops.aten._unsafe_view(output_TO, (*x.shape[:-1], output_TO.shape[-1]))
 
     @staticmethod
     @once_differentiable
@@ -297,9 +296,7 @@ def _column_output(x: Tensor, tp: TensorParallel, layer: ColumnParallelFp8Linear
     if gathered is None:
         return Fp8Linear.forward(layer, layer.full_input(x))
     assert rule is not None
-    apply: Any = _ColumnFunction.apply  # untyped in torch
-    output: Tensor = apply(x, layer.weight, layer.bias, rule, gathered, torch.is_grad_enabled())
-    return output
+    return _ColumnFunction.apply(x, layer.weight, layer.bias, rule, gathered, torch.is_grad_enabled())
 
 
 @traced_where_possible
@@ -346,8 +343,7 @@ class _RowFunction(torch.autograd.Function):
         own = reduced_tokens(tp, partial_TO) if tp.sequence_parallel else summed_over_ranks(tp, partial_TO)
         shape = (1,) if tp.sequence_parallel else x.shape[:-2]
         # A view from inside a Function could not be written in place.
-        output: Tensor = torch.ops.aten._unsafe_view.default(own, (*shape, -1, own.shape[-1]))
-        return output
+        return torch.ops.aten._unsafe_view.default(own, (*shape, -1, own.shape[-1]))
 
     @staticmethod
     @once_differentiable
@@ -396,8 +392,7 @@ def _row_output(x: Tensor, tp: TensorParallel, layer: RowParallelFp8Linear) -> T
         x = x.to(torch.get_autocast_dtype(x.device.type))
     if tp.sequence_parallel:
         tp.check_first(x, is_full=True)
-    apply: Any = _RowFunction.apply  # untyped in torch
-    output: Tensor = apply(x, layer.weight, layer, torch.is_grad_enabled())
+    output: Tensor = _RowFunction.apply(x, layer.weight, layer, torch.is_grad_enabled())
     return output if layer.bias is None else output + layer.bias.to(output.dtype)
 
 

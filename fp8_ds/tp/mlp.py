@@ -90,8 +90,7 @@ class _ParallelMlp(torch.autograd.Function):
             ctx.num_checked = len(checked)
             ctx.save_for_backward(*checked, *kept_x, *keep_factors(gate_TF, up_TF, nonlinear, amax))
         own_SI = output()
-        result: Tensor = torch.ops.aten._unsafe_view.default(own_SI, (1, *own_SI.shape))
-        return result
+        return torch.ops.aten._unsafe_view.default(own_SI, (1, *own_SI.shape))
 
     @staticmethod
     @once_differentiable
@@ -141,9 +140,8 @@ def _apply(x: Tensor, tp: TensorParallel, linears: Sequence[Any], nonlinear: Non
     gate, up, down = linears
     tp.check_first(x, is_full=False)
     rules = _Rules(gate.tp_rule, up.tp_rule, down.tp_rule)
-    apply: Any = _ParallelMlp.apply  # untyped in torch
     weights = gate.weight, up.weight, down.weight
-    output: Tensor = apply(x, *weights, gate.bias, up.bias, rules, tp, nonlinear, torch.is_grad_enabled())
+    output: Tensor = _ParallelMlp.apply(x, *weights, gate.bias, up.bias, rules, tp, nonlinear, torch.is_grad_enabled())
     return output if down.bias is None else output + down.bias.to(output.dtype)
 
 

@@ -194,8 +194,7 @@ class _Sum(torch.autograd.Function):
 def split_tokens(x: Tensor, tp: TensorParallel) -> Tensor:
     """Return this rank's [1, T / n, C] of a tensor [..., C] that all ranks have."""
     tp.check_batch(x, is_full=True)
-    result: Tensor = _Split.apply(x, tp)
-    return result
+    return _Split.apply(x, tp)
 
 
 @traced_where_possible
@@ -209,8 +208,7 @@ def gather_tokens(x: Tensor, tp: TensorParallel, shape: tuple[int, ...] | None =
         reduces: whether what follows differs from rank to rank, so that gradients have to be added.
     """
     shape = shape or (1, tp.size * x[..., 0].numel(), x.shape[-1])
-    result: Tensor = _Gather.apply(x, tp, shape, reduces)
-    return result
+    return _Gather.apply(x, tp, shape, reduces)
 
 
 @traced_where_possible
@@ -237,19 +235,16 @@ def gather_tokens_fp8(
 @traced_where_possible
 def reduce_tokens(x: Tensor, tp: TensorParallel) -> Tensor:
     """Return this rank's [1, T / n, C] of the sum over ranks of [..., C]."""
-    result: Tensor = _Reduce.apply(x, tp)
-    return result
+    return _Reduce.apply(x, tp)
 
 
 @traced_where_possible
 def copy_to_ranks(x: Tensor, tp: TensorParallel) -> Tensor:
     """Return x, which all ranks have; its gradient is the sum of theirs."""
-    result: Tensor = _Copy.apply(x, tp)
-    return result
+    return _Copy.apply(x, tp)
 
 
 @traced_where_possible
 def sum_over_ranks(x: Tensor, tp: TensorParallel) -> Tensor:
     """Return the sum over ranks, for all of which the same follows."""
-    result: Tensor = _Sum.apply(x, tp)
-    return result
+    return _Sum.apply(x, tp)

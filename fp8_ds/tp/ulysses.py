@@ -53,8 +53,7 @@ class Fp8DistributedAttention(ds_sequence.DistributedAttention):
             query = ds_sequence.apply_rotary_pos_emb(query, cos, sin)
             key = ds_sequence.apply_rotary_pos_emb(key, cos, sin)
         context = self.local_attn(query, key, value, *args, **kwargs)
-        output: Tensor = exchange_tokens(context, self.spg, self.gather_idx)
-        return output
+        return exchange_tokens(context, self.spg, self.gather_idx)
 
 
 class _HfMixin(nn.Module):
@@ -68,8 +67,7 @@ class _HfMixin(nn.Module):
         """Exchange each [S, b, H, D] for [n S, b, H / n, D]; fewer k and v heads than ranks are repeated first."""
         if self.kv_replication_factor > 1:
             key, value = (x.repeat_interleave(self.kv_replication_factor, dim=2) for x in (key, value))
-        result: tuple[Tensor, ...] = exchange_heads((query, key, value), self.process_group, 0, self.fp8_grads)
-        return result
+        return exchange_heads((query, key, value), self.process_group, 0, self.fp8_grads)
 
 
 def exchange_in_fp8(attention: nn.Module | None = None, grads: GradFormat = "bf16") -> nn.Module:
@@ -103,8 +101,7 @@ def exchange_in_fp8(attention: nn.Module | None = None, grads: GradFormat = "bf1
             f"{type(module).__name__}. Call this once, with the module itself."
         )
     module.fp8_grads = BY_NAME.get(grads)
-    found: nn.Module = module
-    return found
+    return module
 
 
 def _check_exchange(module: Any) -> None:
@@ -233,8 +230,7 @@ def exchange_heads(
                 f"xs: expected [S, b, H, D] or [b, S, H, D], H divisible by {num_ranks} ranks, got {tuple(x.shape)}. "
                 "Use fewer ranks, or DeepSpeed's own exchange."
             )
-    result: tuple[Tensor, ...] = _Exchange.apply(group, (_HEADS, gather_dim), (E4M3, grad_format), *xs)
-    return result
+    return _Exchange.apply(group, (_HEADS, gather_dim), (E4M3, grad_format), *xs)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -269,8 +269,7 @@ class Fp8ZeroStage12(Fp8AccessStage12):
             if measured is gradients and norm_type == 2:
                 del self._fp8_norms[k]  # with the gradients, which DeepSpeed is about to free
                 return norm
-        found: Tensor = super().get_grad_norm_direct(gradients, params, norm_type)  # type: ignore[misc]
-        return found
+        return super().get_grad_norm_direct(gradients, params, norm_type)  # type: ignore[misc]
 
     def _fp8_norm_has_all(self: Any) -> bool:
         """Whether the norm counts every gradient there is; the same answer on all ranks."""

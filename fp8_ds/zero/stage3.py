@@ -204,8 +204,7 @@ class Fp8ZeroStage3:
                 self._fp8_has_gradient.add(p.ds_id)
                 if self.micro_step_id > 0:
                     self._fp8_gradient_buffer(p).zero_()
-        found: list[Tensor] = super().partition_grads(params_to_release, grad_partitions)  # type: ignore[misc]
-        return found
+        return super().partition_grads(params_to_release, grad_partitions)  # type: ignore[misc]
 
     def _pre_step(self: Any) -> None:
         """Give parameters that no micro-batch has used gradients of zeros, as in stages 1 and 2. DeepSpeed updates them
@@ -224,8 +223,7 @@ class Fp8ZeroStage3:
 
     def _fp8_gradient_buffer(self: Any, p: Any) -> Tensor:
         """Return the buffer in which DeepSpeed adds up this rank's gradients of `p`."""
-        buffer: Tensor = self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[p.ds_id]
-        return buffer
+        return self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[p.ds_id]
 
     def _reassign_or_swap_out_partitioned_parameters(self: Any, sub_group_id: int) -> None:
         """Copy the masters of an updated sub-group to its bf16 shards, for parameters that have one."""

@@ -99,8 +99,7 @@ class Fp8States:
         """Return the sums that bound the update, by parameter group whose betas have changed; equal on all ranks."""
         core = self.optimizer.core
         core.follow(self.optimizer.param_groups)
-        sums: dict[int, float] = core.sums.by_group()
-        return sums
+        return core.sums.by_group()
 
     def fp8_load_bound_sums(self: Any, sums: dict[int, float]) -> None:
         """Load `fp8_bound_sums` after the moments. Steps of other groups all had the betas that were loaded."""

@@ -64,8 +64,7 @@ def quantize(
         FP8, NaN where a head is not finite.
     """
     packed = (None, None, 0, 0) if packing is None else packing.flat()
-    result: tuple[Tensor, Tensor, Tensor, Tensor] = _quantize_op(q, k, v, *packed, hadamard)
-    return result
+    return _quantize_op(q, k, v, *packed, hadamard)
 
 
 def dequantize(x_fp8: Tensor, scale_inv: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> Tensor:
@@ -76,5 +75,4 @@ def dequantize(x_fp8: Tensor, scale_inv: Tensor, cu_seqlens: Tensor | None, max_
         scale_inv: float32 [sequences, kv heads], contiguous: its row of the descales.
         cu_seqlens, max_seqlen: bounds and longest length of packed sequences; else None and any number.
     """
-    x: Tensor = _dequantize_op(x_fp8, scale_inv, cu_seqlens, max_seqlen)
-    return x
+    return _dequantize_op(x_fp8, scale_inv, cu_seqlens, max_seqlen)

@@ -116,5 +116,4 @@ def rotate(x: Tensor, *, is_query: bool, transposed: bool = False) -> Tensor:
     Scores of rotated queries and keys are those of the queries and keys, up to the rounding to x's dtype. `transposed`
     makes the gradient of `x` from that of `rotate(x)`.
     """
-    rotated: Tensor = _rotate_op(x, is_query, transposed)
-    return rotated
+    return _rotate_op(x, is_query, transposed)
