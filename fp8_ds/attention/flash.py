@@ -218,11 +218,5 @@ class _FlashFunction(torch.autograd.Function):
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, kernel: Kernel, *, fp8: bool, hadamard: bool
 ) -> Tensor:
-    """Compute attention; the output has q's shape and dtype and is differentiable in q, k and v.
-
-    Args:
-        kernel: FlashAttention-3 or the plain reference.
-        fp8: whether q, k and v go into E4M3.
-        hadamard: whether q and k are rotated before that.
-    """
+    """Compute attention; `fp8`: q, k and v go into E4M3; `hadamard`: q and k are rotated before that."""
     return _FlashFunction.apply(q, k, v, geometry, kernel, fp8, hadamard)

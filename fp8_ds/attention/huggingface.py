@@ -29,11 +29,7 @@ _ALL: _Tokens = (None, None)
 
 
 def use_backend(model: nn.Module, backend: Backend, *, hadamard: bool) -> None:
-    """Make all attention modules of the model call `attention` with this backend.
-
-    Args:
-        model: one that `refuse_attention_of` lets pass, or a module around it.
-    """
+    """Make all attention modules of a model that `refuse_attention_of` lets pass call `attention` with this backend."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -45,10 +41,7 @@ def use_backend(model: nn.Module, backend: Backend, *, hadamard: bool) -> None:
 
 
 def refuse_attention_of(model: nn.Module, backend: Backend, *, hadamard: bool = False) -> None:
-    """Refuse a model that does not take the backend, wherever it runs. Reads names only.
-
-    Args:
-        model: a model on any device, the meta device among them.
+    """Refuse a model, on any device, that does not take the backend. Reads names only.
 
     Raises:
         UnsupportedError: the model does not go through transformers' registry; or its attention has dropout, or heads

@@ -87,7 +87,6 @@ class AdamCore:
         flats: tensors that the optimizer sees as parameters, in rows 0, 1, ...
         row_groups: for each row the index of its parameter group.
         scales: those of the FP8 masters; None if there are none.
-        device: that of the shards.
         decoupled: true for AdamW, false for Adam (L2).
         seed: seed of the rounding noise.
 

@@ -32,8 +32,6 @@ class ParamState(MutableMapping[str, Any]):
     the parameter, and the parameter follows each step.
 
     Args:
-        core: owner of the shard.
-        row: row of the parameter in `core`.
         param: float32 or bf16; an Fp8Parameter where its master is FP8.
     """
 

@@ -206,11 +206,7 @@ def write_first(shard: AdamShard, value: Tensor, scales: PredictedScales, seed: 
 def write_first_codes(
     codes: Tensor, value: Tensor, fmt: MasterFormat, scales: PredictedScales, index: int, seed: int, param_id: int
 ) -> None:
-    """Write the high parts of the first masters of a whole weight, `value` (bf16 [numel]), to `codes` (uint8 [numel]).
-
-    Args:
-        index: position of the weight in `scales`.
-    """
+    """Write the high parts of the first masters of a whole weight, `value` (bf16 [numel]), to `codes` (uint8)."""
     for start in range(0, value.numel(), CHUNK):
         piece = value[start : start + CHUNK]
         numbers = scales.scale_inv[index], scales.amax[index], seed, param_id, start

@@ -220,12 +220,9 @@ def configure_autotp(config: TensorParallelConfig) -> None:
 def set_gathers(model: nn.Module, config: TensorParallelConfig) -> str:
     """Make FP8 layers that gather their outputs do it as `config` says from now on.
 
-    Args:
-        model: converted.
-        config: the "tensor_parallel" block.
-
     Returns:
-        One line on how the model's FP8 layers communicate."""
+        One line on how the model's FP8 layers communicate.
+    """
     converted = [module for module in model.modules() if isinstance(module, AutoTpFp8Linear)]
     for module in converted:
         module.gathers_fp8 = config.gather == "fp8"
@@ -238,12 +235,9 @@ def set_gathers(model: nn.Module, config: TensorParallelConfig) -> str:
 
 @contextmanager
 def as_plain_weights(params: Iterable[Any]) -> Iterator[None]:
-    """Make FP8 weights bf16 tensors with the values that readers get; on exit every Parameter is what it was.
+    """Make FP8 weights of ZeRO 1 or 2 bf16 tensors with the values that readers get; on exit each is what it was.
 
     DeepSpeed's gather of shards writes whole weights over them, and splits these into new tensors.
-
-    Args:
-        params: of a model in ZeRO stage 1 or 2.
     """
     before: list[tuple[Any, Tensor, Any, Tensor | None]] = []
     for p in params:

@@ -86,11 +86,7 @@ def added_parameters(model: nn.Module) -> list[str]:
 
 
 class _Argument:
-    """Finds the tensor that a module computes with: its first argument, by place or by name.
-
-    Args:
-        module: the one whose `forward` names its arguments.
-    """
+    """Finds the tensor that a module computes with: its first argument, by place or by name."""
 
     def __init__(self, module: nn.Module) -> None:
         self._names = tuple(inspect.signature(module.forward).parameters)
@@ -109,9 +105,6 @@ class _Entry:
     The input is gathered in FP8 if all of them are; in bf16 if one stays bf16, or if the configuration says so.
 
     Args:
-        tp: the group.
-        argument: the block's.
-        columns: the linears.
         is_first: whether it is the model's first; there ranks compare their batches if tokens are not split.
         known: ids of the block's Parameters.
     """

@@ -33,8 +33,6 @@ class TensorParallel:
         config: the "tensor_parallel" block.
 
     Attributes:
-        size, rank: the group's size, this rank's number in it.
-        config: see `set_config`.
         inputs: gathered inputs that are being read.
         full_shape: (batch, sequence) of the last forward, where `parallelize` shards tokens.
         sharded_weight: one of the sharded weights.

@@ -41,10 +41,6 @@ def _bytes(x: Tensor) -> Tensor:
 class Gathered:
     """Codes and scales of all ranks, there or under way.
 
-    Args:
-        group: the ranks whose shards these are.
-        shard: this rank's.
-
     Attributes:
         shape: (T, C).
         num_bytes: bytes that the gather delivers to this rank, its own share included.

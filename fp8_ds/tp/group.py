@@ -142,9 +142,6 @@ class BatchCheck:
 
     It is one all-gather of 16 bytes a rank for each forward, from host to host (gloo), before anything travels whose
     size depends on the batch. No host waits for its GPU: there, values are compared a forward late.
-
-    Args:
-        group: of the ranks that bring the same tensor.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -154,14 +151,7 @@ class BatchCheck:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, x: Tensor) -> None:
-        """Compare `x`, on CUDA the values of the forward before. Collective.
-
-        Args:
-            x: what all ranks have.
-
-        Raises:
-            ConfigError: on all ranks of the group, if one has another.
-        """
+        """Compare `x`, on CUDA the values of the forward before. Collective; raises ConfigError on all ranks."""
         if self._host_group is None:
             is_gloo = dist.get_backend(self._group) == "gloo"
             self._host_group = self._group if is_gloo else new_host_group(self._group)
@@ -197,11 +187,8 @@ class ParallelGroups:
     With 4 ranks and 2 of tensor parallelism: tensor-parallel (0, 1) and (2, 3), data-parallel (0, 2) and (1, 3). Make
     it on all ranks alike, for `deepspeed.initialize(..., mpu=groups)`.
 
-    Args:
-        tp_size: ranks of a tensor-parallel group.
-
     Raises:
-        ConfigError: the number of ranks is no multiple of it.
+        ConfigError: the number of ranks is no multiple of `tp_size`.
     """
 
     def __init__(self, tp_size: int) -> None:

@@ -72,7 +72,6 @@ class ParallelLinear(nn.Linear):
 
         Args:
             module: exactly an nn.Linear, whole, the same on all ranks.
-            tp: the group.
             unit: features that must stay together (a head).
 
         Raises:
@@ -201,12 +200,8 @@ class ParallelFp8Linear(Fp8Linear):
     def from_linear(cls, module: nn.Module, recipe: Recipe) -> Any:
         """Convert `module` to FP8 in place: same object, same Parameters, hooks and state dict.
 
-        Args:
-            module: exactly of the class that this one is for.
-            recipe: the layer's own.
-
         Raises:
-            ConfigError: another class, or a recipe that does not travel in FP8.
+            ConfigError: `module` is of another class than this one is for, or the recipe does not travel in FP8.
         """
         host = cls.__bases__[1]
         if type(module) is not host:
@@ -262,12 +257,8 @@ class _ColumnFunction(torch.autograd.Function):
 class ColumnParallelFp8Linear(ParallelFp8Linear, ColumnParallelLinear):
     """ColumnParallelLinear in FP8; `from_linear` makes it of one.
 
-    Collectives, with sequence parallelism, where this layer gathers its input (else the module around it does, once for
-    all its linears):
-
-        forward   one all-gather of E4M3 codes and scales: S I bytes and a scale from each other rank (4 bytes
-                  tensorwise, 4 S rowwise, S I / 32 blockwise)
-        backward  one reduce-scatter of grad_input: 2 S I (n - 1) bytes in bf16, 1.01 S I (n - 1) in FP8
+    With sequence parallelism forward all-gathers E4M3 codes and scales: S I bytes and a scale from each other rank (4
+    bytes tensorwise, 4 S rowwise, S I / 32 blockwise). Gradients travel in bf16, or in FP8 by 1.01 bytes for 2.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -307,7 +298,6 @@ def gather_input(
 
     Args:
         x: [..., I], this rank's tokens.
-        tp: the group.
         rule: of the layers that will read it.
         shape: of the nominal tensor; None: [1, T, I].
 
@@ -370,12 +360,8 @@ class _RowFunction(torch.autograd.Function):
 class RowParallelFp8Linear(ParallelFp8Linear, RowParallelLinear):
     """RowParallelLinear in FP8; `from_linear` makes it of one.
 
-    Collectives, with sequence parallelism:
-
-        forward   one reduce-scatter of the output: 2 S O (n - 1) bytes in bf16, 1.01 S O (n - 1) in FP8
-        backward  one all-gather of grad_output's codes and scales: S O bytes and a scale from each other rank
-
-    without: one all-reduce of the output.
+    With sequence parallelism outputs travel in bf16, or in FP8 by 1.01 bytes for 2, and backward all-gathers
+    grad_output's codes and scales: S O bytes and a scale from each other rank.
     """
 
     def forward(self, input: Tensor) -> Tensor:

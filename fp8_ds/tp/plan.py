@@ -147,11 +147,6 @@ def parallelize(
 def configure(model: nn.Module, config: TensorParallelConfig, recipe: str) -> None:
     """Make the layers that `parallelize` has sharded communicate as `config` says; call it before they are FP8.
 
-    Args:
-        model: any.
-        config: the "tensor_parallel" block.
-        recipe: of the "linear" block.
-
     Raises:
         ConfigError: `config` is not the default, and the model has no such layers; or it has some, and they have no
             FP8 gather for `recipe`.
@@ -180,11 +175,7 @@ class _Sharding:
 
 
 def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    """Return modules by name; every pattern must match one.
-
-    Raises:
-        ConfigError: one matches none.
-    """
+    """Return modules by name. Raises ConfigError where a pattern matches none."""
     modules = dict(model.named_modules())
     found: dict[str, nn.Module] = {}
     for pattern in patterns:

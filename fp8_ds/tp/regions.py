@@ -203,7 +203,6 @@ def gather_tokens(x: Tensor, tp: TensorParallel, shape: tuple[int, ...] | None =
 
     Args:
         x: [..., C], this rank's.
-        tp: the group.
         shape: of the result; None: [1, T, C].
         reduces: whether what follows differs from rank to rank, so that gradients have to be added.
     """
@@ -219,7 +218,6 @@ def gather_tokens_fp8(
 
     Args:
         x: [..., C], this rank's; its gradient is the sum of what the ranks' layers give for its tokens.
-        tp: the group.
         gathered: of x.
         shape: of the result; None: [1, T, C].
     """

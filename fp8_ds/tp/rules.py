@@ -39,11 +39,7 @@ Kept = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Rule(ABC):
-    """Form in which the operands of one tensor-parallel linear travel in FP8.
-
-    Args:
-        recipe: of the layer.
-    """
+    """Form in which the operands of one tensor-parallel linear travel in FP8."""
 
     recipe: Recipe
 
@@ -206,11 +202,7 @@ class BlockRule(Rule):
 
 
 def rule_of(recipe: Recipe) -> Rule:
-    """Return the rule of a layer with `recipe`.
-
-    Raises:
-        ConfigError: there is none for the recipe.
-    """
+    """Return the rule of a layer with `recipe`. Raises ConfigError where there is none."""
     if type(recipe) is TensorwiseRecipe:
         return TensorRule(recipe)
     if type(recipe) is RowwiseRecipe:

@@ -140,16 +140,11 @@ _MANTISSA_BITS = 23
 def exchange(shards: Sequence[Tensor], group: dist.ProcessGroup, fmt: Float8Format | None) -> list[Tensor]:
     """Send part [r] of each tensor [n, ..., D] to rank r; return the parts that the ranks sent, in their order.
 
-    Collective: one all-to-all for all tensors.
+    Collective: one all-to-all for all tensors, which are contiguous and of the same shapes on all ranks.
 
     Args:
-        shards: contiguous, the same shapes and dtypes on all ranks.
-        group: of n ranks.
         fmt: format on the wire; None: the tensors' own dtype. A row with a NaN or an infinity arrives without a finite
             number other than zero.
-
-    Returns:
-        Tensors of the shapes and dtypes of `shards`.
     """
     num_ranks = dist.get_world_size(group)
     packed = [_pack(shard, fmt) for shard in shards]
@@ -213,7 +208,6 @@ def exchange_heads(
 
     Args:
         xs: q, k and v: [S, b, H, D] or [b, S, H, D], H of each divisible by n.
-        group: of n ranks, which bring the same shapes.
         gather_dim: dim of S.
         grad_format: format of the gradients on their way back; None: their own dtype.
 
@@ -239,7 +233,6 @@ def exchange_tokens(x: Tensor, group: dist.ProcessGroup, scatter_dim: int) -> Te
 
     Args:
         x: attention's output, of shape and heads as `exchange_heads` gives them.
-        group: of n ranks.
         scatter_dim: dim of the tokens, 0 or 1.
     """
     (result,) = _Exchange.apply(group, (scatter_dim, _HEADS), (None, None), x)

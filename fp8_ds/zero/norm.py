@@ -122,7 +122,6 @@ class HyperparameterCheck:
 
     Args:
         core: steps the shards. Nothing is compared if it chooses no scale ahead.
-        group: the ZeRO group.
     """
 
     def __init__(self, core: AdamCore, group: Any) -> None:

@@ -19,7 +19,7 @@ import torch
 from deepspeed import comm as ds_comm
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from fp8_ds.zero.sharded import Fetch, Fp8Shards
+from fp8_ds.zero.sharded import Fetch, Fp8Shards, join_shards
 
 
 class ParamHooks:
@@ -195,10 +195,7 @@ def _gather(params: list[Any]) -> int:
         buffer = local.new_empty(num_ranks * local.numel())
         ds_comm.allgather_fn(buffer, local, group=group)
         num_bytes = buffer.numel() * buffer.element_size()
-    whole = [buffer.new_empty(num_ranks * size) for size in sizes]
-    by_rank = [one.view(num_ranks, -1) for one in whole]
-    torch.split_with_sizes_copy(buffer.view(num_ranks, -1), sizes, dim=1, out=by_rank)
-    for p, one in zip(params, whole, strict=True):
+    for p, one in zip(params, join_shards(buffer, sizes, num_ranks), strict=True):
         p.data = one[: p.ds_numel].view(p.ds_shape)
         p.ds_status = ZeroParamStatus.AVAILABLE
     return num_bytes

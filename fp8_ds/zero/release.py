@@ -67,10 +67,8 @@ class ReleaseUpdater:
     """Updater of the shards of one bucket's parameters, as soon as their gradients are reduced.
 
     Args:
-        core: owner of the shards.
         num_parameters: number of optimized parameters, the same on all ranks.
         scale_indices: entry in the scale vectors by name, of FP8 weights with split masters.
-        group: the ZeRO group.
         max_norm: DeepSpeed's gradient_clipping, applied to the norm of the step before; 0: none.
     """
 

@@ -138,6 +138,14 @@ def adjacent(shards: list[Tensor]) -> Tensor | None:
     return first.view(torch.uint8).as_strided((end - start,), (1,), start)
 
 
+def join_shards(buffer: Tensor, sizes: Sequence[int], num_ranks: int) -> list[Tensor]:
+    """Copy shards of these sizes, which lie rank by rank in `buffer` (1-D), into one tensor each, in one launch."""
+    whole = [buffer.new_empty(num_ranks * size) for size in sizes]
+    by_rank = [one.view(num_ranks, -1) for one in whole]
+    torch.split_with_sizes_copy(buffer.view(num_ranks, -1), sizes, dim=1, out=by_rank)
+    return whole
+
+
 class Fp8GatherHandle:
     """An FP8 gather under way; `wait` makes its weights available. It has the coordinator's handle protocol.
 
@@ -175,11 +183,7 @@ class Fp8GatherHandle:
             return [weight.shard.view(torch.uint8) for weight in self.weights]
         if len(self.buffers) == len(self.weights):
             return self.buffers
-        sizes = [weight.shard.numel() for weight in self.weights]
-        whole = [self.buffers[0].new_empty(self.num_ranks * size) for size in sizes]
-        by_rank = [one.view(self.num_ranks, -1) for one in whole]
-        torch.split_with_sizes_copy(self.buffers[0].view(self.num_ranks, -1), sizes, dim=1, out=by_rank)
-        return whole
+        return join_shards(self.buffers[0], [weight.shard.numel() for weight in self.weights], self.num_ranks)
 
 
 class Fp8Shards:

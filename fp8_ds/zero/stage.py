@@ -33,11 +33,8 @@ class Fp8Context:
     A weight counts as trainable if it was so at the start: one that a user freezes later keeps its master.
 
     Args:
-        config: the checked "fp8" block.
-        plan: which linears are FP8.
         weights: name -> Parameter of every converted weight, in module order.
         history: amax histories of the recipe `delayed`, else None.
-        counter: counts the bytes that our gathers move.
         check_overflow: `bf16.check_grad_overflow`.
         release: updates weights during the backward; None without gradient release.
         precision: which layers compute in bf16; None until the engine is built.

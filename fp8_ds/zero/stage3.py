@@ -39,6 +39,7 @@ class Fp8ZeroStage3:
     """Mix-in before DeepSpeedZeroOptimizer_Stage3 in the class of a retyped optimizer."""
 
     _fp8_keeps_gradients = True
+    _fp8_shards_class, _fp8_weight_class = Fp8Shards, ShardedWeight
 
     def fp8_init(self: Any, context: Fp8Context) -> None:
         """Give every converted weight an FP8 shard and hook all parameters. Collective (first quantisation)."""
@@ -53,10 +54,10 @@ class Fp8ZeroStage3:
             if p.ds_status == ZeroParamStatus.AVAILABLE:  # type: ignore[attr-defined]
                 p.partition()  # type: ignore[attr-defined]
         quantizer = self._fp8_make_quantizer(context, device)
-        self._fp8_shards = shards = self._fp8_make_collection(quantizer)
+        self._fp8_shards = shards = self._fp8_shards_class(quantizer, context.counter, InFlight(self.module))
         shards.persistent = self.persistent_parameters
         for index, (name, p) in enumerate(context.weights.items()):
-            shards.add(self._fp8_make_weight(name, p, index))
+            shards.add(self._fp8_weight_class(name, p, index, quantizer))
         self._fp8_fill(device)
         self._fp8_set_sources()
         self._fp8_masters = self.fp32_partitioned_groups_flat
@@ -68,16 +69,10 @@ class Fp8ZeroStage3:
         self._fp8_refresh(is_step=False)
 
     def _fp8_make_quantizer(self: Any, context: Fp8Context, device: torch.device) -> Any:
-        """Make the holder of the scale vectors. This and the next three are overridden for split masters."""
+        """Make the holder of the scale vectors. This and the next are overridden for split masters."""
         shapes = [p.ds_shape for p in context.weights.values()]  # type: ignore[attr-defined]
         granularity = context.granularity
         return WeightQuantizer(self.dp_process_group, shapes, granularity, device, context.history, context.counter)
-
-    def _fp8_make_collection(self: Any, quantizer: Any) -> Fp8Shards:
-        return Fp8Shards(quantizer, self._fp8.counter, InFlight(self.module))
-
-    def _fp8_make_weight(self: Any, name: str, p: Any, index: int) -> ShardedWeight:
-        return ShardedWeight(name, p, index, self._fp8_shards.quantizer)
 
     def _fp8_fill(self: Any, device: torch.device) -> None:
         self._fp8_drop_flat(remake=True)  # before the FP8 bytes exist: initialize holds no more than DeepSpeed's own
@@ -342,14 +337,10 @@ class Fp8ZeroStage3:
 
 
 def leave_out_of_graphs(offload: Any) -> None:
-    """Keep torch.compile from tracing the hooks; it calls them instead, as DeepSpeed has it for half of them.
+    """Keep torch.compile from tracing the hooks of DeepSpeed's `parameter_offload`; it calls them instead.
 
     A graph ends at a module with hooks either way. Traced hooks become graphs without an operator, with half a thousand
-    guards a module that are checked in each call, some of them on DeepSpeed's trace of the model. Hooks that are
-    registered later, as TRL does, are traced.
-
-    Args:
-        offload: DeepSpeed's `parameter_offload` of a ZeRO-3 optimizer.
+    guards a module that are checked in each call. Hooks that are registered later, as TRL does, are traced.
     """
     for handle in (offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks):
         hooks = handle.hooks_dict_ref()

@@ -21,7 +21,7 @@ from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.states import MOMENTS, Flat, Piece, allocate_lo, read_dense, write_dense, write_first
 from fp8_ds.scaling.predicted import PredictedScales
 from fp8_ds.zero.norm import clip_factor, global_norm, overflow_flag
-from fp8_ds.zero.sharded import Fp8Shards, InFlight, ShardedWeight, newer, num_real, start_of
+from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight, newer, num_real, start_of
 from fp8_ds.zero.stage import Fp8Context
 from fp8_ds.zero.stage3 import Fp8ZeroStage3
 from fp8_ds.zero.states import Fp8States
@@ -81,6 +81,8 @@ class SplitShards(Fp8Shards):
 class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
     """Mix-in before DeepSpeedZeroOptimizer_Stage3 whose inner optimizer is a managed `Fp8AdamW`."""
 
+    _fp8_shards_class, _fp8_weight_class = SplitShards, SplitWeight
+
     def fp8_init(self: Any, context: Fp8Context) -> None:
         """Encode masters from the bf16 shards. Collective."""
         self._fp8_waits = context.check_overflow
@@ -92,15 +94,8 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
         values = [p.ds_tensor.data[: num_real(p)] for p in weights.values()]
         return self._fp8_make_scales(list(weights), values, device)
 
-    def _fp8_make_collection(self: Any, quantizer: Any) -> Fp8Shards:
-        shards = SplitShards(quantizer, self._fp8.counter, InFlight(self.module))
-        shards.owner = self
-        return shards
-
-    def _fp8_make_weight(self: Any, name: str, p: Any, index: int) -> ShardedWeight:
-        return SplitWeight(name, p, index, self._fp8_shards.quantizer)
-
     def _fp8_fill(self: Any, device: torch.device) -> None:
+        self._fp8_shards.owner = self
         self._fp8_make_shards(device)
         self._fp8_manage()
         scales: PredictedScales = self._fp8_shards.quantizer.scales

@@ -49,7 +49,6 @@ class WeightQuantizer:
         group: the ZeRO group.
         shapes: those of the unsharded weights.
         granularity: which elements of a weight share a scale.
-        device: where weights live.
         history: amax histories of the recipe `delayed`, else None.
         counter: counts the all-reduces.
 
@@ -191,18 +190,8 @@ class SplitQuantizer:
     def __init__(self, scales: PredictedScales, fmt: MasterFormat) -> None:
         self.scales = scales
         self.fmt = fmt
-
-    @property
-    def group(self) -> Any:
-        return self.scales.group
-
-    @property
-    def scale(self) -> Tensor:
-        return self.scales.scale
-
-    @property
-    def scale_inv(self) -> Tensor:
-        return self.scales.scale_inv
+        self.group = scales.group
+        self.scale, self.scale_inv = scales.scale, scales.scale_inv
 
     @torch.no_grad()
     def amax_of(self, index: int, value: Tensor, start: int = 0) -> Tensor:
