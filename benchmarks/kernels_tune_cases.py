@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.numerics.masters import E4M11
-from fp8_ds.ops.blockwise import quantize_blockwise, transpose_blockwise
-from fp8_ds.ops.decode_master import decode_master
-from fp8_ds.ops.groupwise import dequantize_groupwise, quantize_groupwise
+from fp8_ds.ops import squares
+from fp8_ds.ops.adamw import decode_master
+from fp8_ds.ops.blockwise import dequantize_groupwise, quantize_blockwise, quantize_groupwise, transpose_blockwise
 from fp8_ds.ops.quantize import (
     amax,
     quantize,
@@ -26,7 +26,6 @@ from fp8_ds.ops.quantize import (
     quantize_tensorwise_planes,
 )
 from fp8_ds.ops.rmsnorm import rmsnorm, rmsnorm_backward
-from fp8_ds.ops.squares import SumOfSquares
 from fp8_ds.ops.swiglu import (
     swiglu,
     swiglu_backward,
@@ -112,7 +111,7 @@ def _three(rows: int, cols: int, device: str) -> tuple[Tensor, Tensor, Tensor, A
     return *(_matrix(rows, cols, device) for _ in range(3)), AmaxHistory(2, [E4M3.max, E5M2.max], device=device)
 
 
-def _two(rows: int, cols: int, device: str) -> tuple[dict[int, SumOfSquares], list[Tensor]]:
+def _two(rows: int, cols: int, device: str) -> tuple[dict[int, squares.SumOfSquares], list[Tensor]]:
     return {}, [_matrix(rows, cols, device) for _ in range(2)]
 
 
@@ -164,11 +163,9 @@ def _cast_by_grid(granularity: Granularity, x: tuple[Tensor, Tensor, Tensor]) ->
     return quantize_part(x[0].flatten(), grid, 0, cols, (granularity.block[0] or 1, granularity.block[1] or cols), E4M3)
 
 
-def _sum_of_squares(x: tuple[dict[int, SumOfSquares], list[Tensor]]) -> Tensor:
+def _sum_of_squares(x: tuple[dict[int, squares.SumOfSquares], list[Tensor]]) -> Tensor:
     """With tables of its own for each size of program."""
-    from fp8_ds.ops.squares import triton  # the package is missing where there is no GPU
-
-    return x[0].setdefault(triton.BLOCK * triton.SPAN, SumOfSquares())(x[1])
+    return x[0].setdefault(squares.BLOCK * squares.SPAN, squares.SumOfSquares())(x[1])
 
 
 def _norm(x: Any, scaling: Any = None) -> Any:
@@ -192,7 +189,9 @@ def _kernel(
     shapes: tuple[tuple[int, int], ...] = (NARROW, WIDE), fits: Callable[[Setting], bool] = lambda setting: True,
     **tries: tuple[Any, ...],
 ) -> Kernel:  # fmt: skip
-    return Kernel(name, f"{module}.triton", tries, num_bytes, inputs, call, shapes, fits)
+    return Kernel(
+        name, module if module == "squares" else f"{module}.triton", tries, num_bytes, inputs, call, shapes, fits
+    )
 
 
 def _by_own_scales(scaling: Any, reads: int) -> Iterator[Kernel]:
@@ -247,9 +246,9 @@ KERNELS = (
             AMAX_WORDS=(4096, 8192, 16384), AMAX_WARPS=(8, 16, 32), AMAX_PROGRAMS=(1, 2, 3)),
     _kernel("squares", "squares", 2, _two, _sum_of_squares,
             BLOCK=(8192, 16384, 32768), SPAN=(1, 4, 16), NUM_WARPS=(4, 8, 16)),
-    _kernel("masters to bf16", "decode_master", 4, _masters, _decoded, (WEIGHT,),
-            lambda s: 4 <= s["BLOCK"] / s["NUM_WARPS"] / 32 <= 64,
-            BLOCK=(1024, 2048, 4096, 8192), NUM_WARPS=(4, 8)),
+    _kernel("masters to bf16", "adamw", 4, _masters, _decoded, (WEIGHT,),
+            lambda s: 4 <= s["DECODE_BLOCK"] / s["DECODE_WARPS"] / 32 <= 64,
+            DECODE_BLOCK=(1024, 2048, 4096, 8192), DECODE_WARPS=(4, 8)),
     _kernel("rmsnorm", "rmsnorm", 3, _norm_inputs, _norm, HIDDEN, _PER_THREAD=(16, 32, 64), _AHEAD_WARPS=(8, 16, 32)),
     _kernel("rmsnorm_backward", "rmsnorm", 6, _norm_inputs, lambda x: rmsnorm_backward(x[0], x[1], x[4], x[5]), HIDDEN,
             _PER_THREAD_BACKWARD=(8, 16), _BACKWARD_WARPS=(16, 32), _SUM_COLS=(8, 32)),
@@ -278,9 +277,9 @@ KERNELS = (
     _blockwise(1, "col"),
     _blockwise(128, "row"),
     _blockwise(128, "both"),
-    _kernel("groupwise back", "groupwise", 3, _block_codes, lambda x: dequantize_groupwise(*x),
-            fits=lambda s: 16 <= s["_ROWS"] * 128 / s["_NUM_WARPS"] / 32 <= 64,
-            _ROWS=(16, 32, 64), _NUM_WARPS=(2, 4, 8)),
+    _kernel("groupwise back", "blockwise", 3, _block_codes, lambda x: dequantize_groupwise(*x),
+            fits=lambda s: 16 <= s["DEQUANTIZE_ROWS"] * 128 / s["WARPS.dequantize"] / 32 <= 64,
+            **{"DEQUANTIZE_ROWS": (16, 32, 64), "WARPS.dequantize": (2, 4, 8)}),
     _kernel("blockwise transpose", "blockwise", 2, _block_codes, lambda x: transpose_blockwise(*x), (NARROW, WEIGHT),
             **{"WARPS.tile": (2, 4, 8, 16)}),
 )

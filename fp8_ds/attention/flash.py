@@ -16,8 +16,7 @@ from fp8_ds.attention import heads, reference
 from fp8_ds.attention.heads.reference import rotate
 from fp8_ds.attention.packages import call_by_name, find_fa3
 from fp8_ds.attention.shapes import Geometry, Packing
-from fp8_ds.ops._register import register
-from fp8_ds.ops.once_differentiable import once_differentiable
+from fp8_ds.ops._register import once_differentiable, register
 
 Kernel = Literal["fa3", "reference"]
 

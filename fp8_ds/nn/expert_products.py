@@ -20,7 +20,7 @@ from fp8_ds.nn.linear import checked_weights
 from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.recipe import Fp8Weight, Recipe
 from fp8_ds.ops import grouped
-from fp8_ds.ops.once_differentiable import once_differentiable
+from fp8_ds.ops._register import once_differentiable
 from fp8_ds.ops.transpose import transpose
 
 MAX_IN_A_LOOP = 16

@@ -23,7 +23,7 @@ from fp8_ds.nn.linear import Fp8Linear
 from fp8_ds.nn.mlp import computes_silu
 from fp8_ds.nn.recipe import Recipe, TensorwiseRecipe, copied_scales
 from fp8_ds.nn.recipe_bf16 import Bf16Recipe
-from fp8_ds.ops.once_differentiable import once_differentiable
+from fp8_ds.ops._register import once_differentiable
 from fp8_ds.ops.swiglu import swiglu, swiglu_backward_packed
 
 WEIGHTS = ("gate_up_proj", "down_proj")

@@ -20,7 +20,7 @@ from fp8_ds.nn.recipe import Recipe
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.numerics.scale import AmaxSlot
 from fp8_ds.ops._producer import Fp8Output, Scaling
-from fp8_ds.ops.groupwise import dequantize_groupwise, quantize_groupwise
+from fp8_ds.ops.blockwise import dequantize_groupwise, quantize_groupwise
 
 Nonlinear = Literal["bf16", "fp8"]
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fp8_ds.ops._register import once_differentiable
 from fp8_ds.ops.gemm.scaled_mm import ALIGNMENT
-from fp8_ds.ops.once_differentiable import once_differentiable
 from fp8_ds.ops.weighted_sum import weighted_sum, weighted_sum_backward
 
 

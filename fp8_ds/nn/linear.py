@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fp8_ds.errors import ConfigError
 from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.recipe import Fp8Weight, Kept, Recipe, copied_scales
-from fp8_ds.ops.once_differentiable import once_differentiable
+from fp8_ds.ops._register import once_differentiable
 
 _INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _AS_A_LEAF = "torch.nn"

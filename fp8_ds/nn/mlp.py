@@ -26,7 +26,7 @@ from fp8_ds.nn.fused import (
 )
 from fp8_ds.nn.recipe import Recipe
 from fp8_ds.nn.swiglu import calls_more, function_of_cut, is_one_function, swiglu_mlp
-from fp8_ds.ops.once_differentiable import once_differentiable
+from fp8_ds.ops._register import once_differentiable
 from fp8_ds.ops.swiglu import swiglu, swiglu_backward
 
 _OTHER_FORM = "its forward is not seen to be down(silu(gate(x)) * up(x))"

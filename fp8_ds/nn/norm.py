@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fp8_ds.nn.fused import FORMAT, FusedModule, Producer, as_rows, bf16_argument, deliver, fused_class, keep, recover
 from fp8_ds.nn.matrices import full_shape
 from fp8_ds.nn.recipe import Recipe
-from fp8_ds.ops.once_differentiable import once_differentiable
+from fp8_ds.ops._register import once_differentiable
 from fp8_ds.ops.rmsnorm import MAX_COLS, Rounding, reference, rmsnorm, rmsnorm_backward
 
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon")

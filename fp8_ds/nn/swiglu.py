@@ -28,7 +28,7 @@ from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.recipe import Kept, Recipe, as_matrix
 from fp8_ds.numerics.scale import AmaxSlot
 from fp8_ds.ops._producer import Scaling
-from fp8_ds.ops.once_differentiable import once_differentiable
+from fp8_ds.ops._register import once_differentiable
 from fp8_ds.ops.swiglu import (
     Fp8Output,
     swiglu,

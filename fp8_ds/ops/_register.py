@@ -1,16 +1,19 @@
-"""Registration of this package's torch ops, and rules for what they may write to."""
+"""Registration of this package's torch ops, rules for what they may write to, and backwards that call them."""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._guards import TracingContext
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+"""Whether kernels can be defined; Triton is missing where there is no GPU."""
 
 _LIBRARIES: list[torch.library.Library] = []
 """Libraries kept alive: an op is gone when the library that defined it dies."""
@@ -80,30 +83,28 @@ def is_on_cuda(x: Tensor, *_: Any) -> bool:
 
 def register_pair(
     schema: str,
-    reference: ModuleType,
+    reference: Callable[..., Any],
     fake: Callable[..., Any],
     *,
-    function: str | None = None,
     takes_kernel: Callable[..., bool] = is_on_cuda,
 ) -> Any:
-    """Register an op that a function of `reference` computes, or one of the module `triton` beside it.
+    """Register an op that `reference` computes, or the function of its name in the package's module `triton`.
 
     Args:
         schema: its first argument is a tensor.
-        reference: plain torch; it runs without autocast, which the dispatcher skips at our op and not inside it.
+        reference: plain torch, in the package's `__init__.py` under a name that ends in `_reference`, or in its module
+            `reference`. It runs without autocast, which the dispatcher skips at our op and not inside it.
         fake: as in `register`.
-        function: name of both functions; None: that of the op.
         takes_kernel: maps the op's arguments to whether Triton computes it.
     """
-    name = function or schema.split("(", 1)[0]
-    plain, package = getattr(reference, name), reference.__name__.rpartition(".")[0]
+    name, package = reference.__name__.removesuffix("_reference"), reference.__module__.removesuffix(".reference")
 
     def kernel(x: Tensor, *args: Any) -> Any:
         if takes_kernel(x, *args):
             with torch.cuda.device_of(x):  # Triton launches on the current device
                 return getattr(triton_of(package), name)(x, *args)
         with torch.autocast(x.device.type, enabled=False):
-            return plain(x, *args)
+            return reference(x, *args)
 
     return register(schema, kernel, fake)
 
@@ -140,3 +141,35 @@ def _checked(op: Any, fake: Callable[..., Any]) -> Callable[..., Any]:
         return fake(*args)
 
     return checked if written else fake
+
+
+_TWICE = (
+    b"an FP8 layer, or what fp8_ds has fused: expected its graph to be differentiated once, got a second time (a "
+    b'gradient penalty, or another use of create_graph=True). Name the layers in "linear.filter_fqns", and leave '
+    b'"activations" and "attention" at their defaults, in a model whose gradient is part of its loss.'
+)
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `backward` of an autograd function: with `create_graph`, differentiating its gradients raises an error.
+
+    torch's own (torch/autograd/function.py) hands out gradients without a graph where grad_output needs no gradient.
+    That is so in `torch.autograd.grad(layer(x).sum(), x, create_graph=True)`, whose gradient by x depends on the weight
+    none the less: a penalty on it would silently leave the weight out.
+
+    Args:
+        backward: takes ctx and gradients; returns a tensor or None, or a tuple of these.
+    """
+
+    @functools.wraps(backward)
+    def once(ctx: Any, *grads: Any) -> Any:
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        # A graph of torch.compile has its own refusal, which goes by what is saved as well.
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return found
+        gradients = found if isinstance(found, tuple) else (found,)
+        needs: list[Any] = [None if one is None else one.detach().requires_grad_() for one in gradients]
+        return torch._C._functions.DelayedError(_TWICE, len(needs))(*needs)
+
+    return once

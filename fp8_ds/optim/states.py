@@ -25,8 +25,7 @@ from fp8_ds.numerics.moments import (
     to_groups,
 )
 from fp8_ds.numerics.rounding import noise
-from fp8_ds.ops.adamw import AdamShard
-from fp8_ds.ops.decode_master import decode_master
+from fp8_ds.ops.adamw import AdamShard, decode_master
 from fp8_ds.scaling.predicted import PredictedScales
 
 CHUNK = 1 << 24

@@ -31,7 +31,7 @@ from fp8_ds.nn.convert import ForeignLinears
 from fp8_ds.nn.linear import _LinearFunction
 from fp8_ds.nn.recipe import Recipe, as_matrix, copied_scales
 from fp8_ds.numerics.formats import E4M3
-from fp8_ds.ops.once_differentiable import once_differentiable
+from fp8_ds.ops._register import once_differentiable
 from fp8_ds.ops.quantize import quantize_rowwise
 from fp8_ds.tp.gather import Gathered, Shard
 from fp8_ds.tp.linears import ParallelFp8Linear, linear_backward

@@ -33,7 +33,7 @@ from fp8_ds.nn.linear import (
     weight_and_input,
 )
 from fp8_ds.nn.recipe import Recipe, as_matrix
-from fp8_ds.ops.once_differentiable import once_differentiable
+from fp8_ds.ops._register import once_differentiable
 from fp8_ds.tp.context import TensorParallel, is_tracing, traced_where_possible
 from fp8_ds.tp.gather import Gathered
 from fp8_ds.tp.mlp import parallel_mlp

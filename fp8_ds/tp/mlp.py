@@ -33,7 +33,7 @@ from fp8_ds.nn.swiglu import (
     product,
     swiglu_grads,
 )
-from fp8_ds.ops.once_differentiable import once_differentiable
+from fp8_ds.ops._register import once_differentiable
 from fp8_ds.tp.context import TensorParallel, traced_where_possible
 from fp8_ds.tp.regions import gather_shard, start_reduction
 from fp8_ds.tp.rules import TensorRule

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8_ds.comm.reduce_scatter import reduce_scatter_fp8
-from fp8_ds.ops.once_differentiable import once_differentiable
+from fp8_ds.ops._register import once_differentiable
 from fp8_ds.tp.context import TensorParallel, is_tracing, traced_where_possible
 from fp8_ds.tp.gather import Gathered, Shard
 from fp8_ds.tp.group import all_gather

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fp8_ds.errors import ConfigError
 from fp8_ds.numerics.formats import BY_NAME, E4M3, Float8Format
-from fp8_ds.ops.once_differentiable import once_differentiable
+from fp8_ds.ops._register import once_differentiable
 from fp8_ds.tp.rules import quantize_rows_pow2
 
 GradFormat = Literal["bf16", "e4m3", "e5m2"]

@@ -5,8 +5,8 @@ import torch
 from support.masters import every_master
 
 from fp8_ds.numerics.masters import BY_NAME, decode
-from fp8_ds.ops import decode_master as op
-from fp8_ds.ops.decode_master import decode_master
+from fp8_ds.ops import adamw
+from fp8_ds.ops.adamw import decode_master
 from fp8_ds.testing import assert_bitwise
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -21,7 +21,7 @@ def test_kernel_equals_cpu_reference_bitwise(fmt, dtype, cut, monkeypatch):
     hi, lo = (x[cut:] for x in every_master(fmt))
     scale_inv = torch.tensor(2.0**-140) if fmt.is_fp8 else None
     expected = decode(hi, lo, fmt, scale_inv).to(dtype)
-    monkeypatch.setattr(op, "decode", None)  # not by torch's operators
+    monkeypatch.setattr(adamw, "decode", None)  # not by torch's operators
     memory = torch.full((len(hi) + cut + 1,), 7, dtype=dtype, device="cuda")
     hi, lo = (torch.cat([x.new_zeros(cut), x]).cuda()[cut:] for x in (hi, lo))
     decode_master(hi, lo, fmt, None if scale_inv is None else scale_inv.cuda(), memory[cut:-1])

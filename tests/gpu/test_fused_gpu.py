@@ -13,7 +13,7 @@ from fp8_ds.nn import Fp8Linear, apply_plan, make_plan
 from fp8_ds.nn.norm import arithmetic_of
 from fp8_ds.nn.producers import fuse_producers
 from fp8_ds.numerics.formats import E4M3
-from fp8_ds.ops.groupwise import dequantize_groupwise, quantize_groupwise
+from fp8_ds.ops.blockwise import dequantize_groupwise, quantize_groupwise
 from fp8_ds.testing import assert_bitwise, sqnr_db
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

@@ -32,18 +32,16 @@ def _fake_quantize(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None,
 _quantize_op = register_pair(
     "attention_quantize(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "SymInt max_seqlen_q, SymInt max_seqlen_k, bool hadamard) -> (Tensor, Tensor, Tensor, Tensor)",
-    reference,
+    reference.quantize,
     _fake_quantize,
-    function="quantize",
     takes_kernel=_takes_kernel,
 )
 _dequantize_op = register_pair(
     "attention_dequantize(Tensor x_fp8, Tensor scale_inv, Tensor? cu_seqlens, SymInt max_seqlen) -> Tensor",
-    reference,
+    reference.dequantize,
     lambda x_fp8, scale_inv, cu_seqlens, max_seqlen: torch.empty(
         x_fp8.shape, dtype=torch.bfloat16, device=x_fp8.device
     ),
-    function="dequantize",
 )
 
 

@@ -1,4 +1,4 @@
-"""Device code of `triton.TritonStep`; the same bits as `reference`.
+"""Device code of `triton`; the same bits as `reference`.
 
 Nothing is fused (`enable_fp_fusion=False`), roots and quotients are correctly rounded, subnormals are kept.
 """
@@ -11,9 +11,11 @@ import triton.language as tl
 
 from fp8_ds.numerics import moments, rounding
 from fp8_ds.numerics.formats import E4M3, E4M4
-from fp8_ds.ops.adamw import ptx
+from fp8_ds.ops._device import to_bf16
 from fp8_ds.ops.adamw.arithmetic import (
     DOWN,
+    ENCODE_E4M11,
+    STORE_SCALES,
     UP,
     as_float32,
     decode_bf16_master,
@@ -37,8 +39,8 @@ _TINY_ROOT = tl.constexpr(moments.TINY_ROOT)
 _SMALLEST_V = tl.constexpr(moments.SMALLEST_V)
 _ONE_TWICE = tl.constexpr(2 * (127 << 23))
 """The bits of a power of two in float32 subtracted from this are those of its inverse."""
-_ENCODE_E4M11 = tl.constexpr(ptx.ENCODE_E4M11)
-_STORE_SCALES = tl.constexpr(ptx.STORE_SCALES)
+_ENCODE_E4M11 = tl.constexpr(ENCODE_E4M11)
+_STORE_SCALES = tl.constexpr(STORE_SCALES)
 
 _WEYL = tl.constexpr(rounding.WEYL)
 _SHARED = tl.constexpr(rounding.SHARED)
@@ -300,3 +302,23 @@ def adamw_kernel(
         value = ((mag << DROP_BITS).to(tl.float32, bitcast=True) * UP) * new_scale_inv
         at = (amax + scale_index).to(tl.pointer_type(tl.int32), bitcast=True)
         tl.atomic_max(at, value.to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit(do_not_specialize_on_alignment=["scale_inv"])
+def decode_kernel(
+    hi, lo, scale_inv, out, numel,
+    LO_BITS: tl.constexpr, DROP_BITS: tl.constexpr, IS_FP8: tl.constexpr, PTX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Decode BLOCK elements by one program."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < numel
+    high = tl.load(hi + at, mask, 0)
+    low = tl.load(lo + at, mask, 0)
+    if IS_FP8:
+        value = (decode_fp8_master(high, low, LO_BITS, DROP_BITS, False) * UP) * tl.load(scale_inv)
+    else:
+        value = decode_bf16_master(high, low, LO_BITS, DROP_BITS)
+    if out.dtype.element_ty == tl.bfloat16:
+        tl.store(out + at, to_bf16(value, PTX), mask)
+    else:
+        tl.store(out + at, value, mask)

@@ -16,8 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8_ds.numerics import moments, rounding
-from fp8_ds.ops.adamw.kernel import COLUMNS, TABLE_WIDTH, adamw_kernel
+from fp8_ds.numerics.masters import MasterFormat
+from fp8_ds.ops._launch import ceil_div
+from fp8_ds.ops.adamw.kernel import COLUMNS, TABLE_WIDTH, adamw_kernel, decode_kernel
 from fp8_ds.ops.adamw.shards import AdamShard, StepInputs
+from fp8_ds.ops.transpose.triton import runs_ptx
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,9 @@ thread are one vector. With one warp a program, reductions over a group stay in 
 waiting: so many registers a thread that 20 programs share a processor, of e4m11 25."""
 
 _EDGE = Launch(4, 1, 4)
+
+DECODE_BLOCK, DECODE_WARPS = 2048, 4
+"""Elements and warps of a program of `decode_master`, 16 elements a thread: words of 16 bytes where aligned."""
 
 _GRAD_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 _ALIGNMENT = 16
@@ -278,3 +284,20 @@ def _seed_key(seed: int) -> int:
     """Return `rounding.seed_key` as a signed 32-bit number."""
     key = rounding.seed_key(seed)
     return key - (1 << 32) if key >= 1 << 31 else key
+
+
+def decode_master(hi: Tensor, lo: Tensor, fmt: MasterFormat, scale_inv: Tensor | None, out: Tensor) -> None:
+    """Triton version of `adamw.decode_master`, contiguous, `out` bf16 or float32; on CPU only under the interpreter."""
+    decode_kernel[(ceil_div(out.numel(), DECODE_BLOCK),)](
+        hi if fmt.is_fp8 else hi.view(torch.int16),
+        lo,
+        scale_inv,
+        out,
+        out.numel(),
+        LO_BITS=fmt.lo_bits,
+        DROP_BITS=fmt.drop_bits,
+        IS_FP8=fmt.is_fp8,
+        PTX=runs_ptx(out),
+        BLOCK=DECODE_BLOCK,
+        num_warps=DECODE_WARPS,
+    )

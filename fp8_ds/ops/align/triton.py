@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8_ds.ops._device import decode, encode_four
 from fp8_ds.ops._launch import ceil_div, launch
-from fp8_ds.ops.align.reference import ratios
+from fp8_ds.ops.align import ratios
 from fp8_ds.ops.transpose.triton import (
     NUM_WARPS,
     VECTORS,
@@ -34,7 +34,7 @@ def _shifted(word, ratio, IS_E4M3: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def _ratio_of(ratio, scale_inv, largest, row, num_rows, rows_per_scale, GIVEN: tl.constexpr):
-    """Return the ratios of some rows: given, or as `reference.ratios` computes them."""
+    """Return the ratios of some rows: given, or as `ops.align.ratios` computes them."""
     if GIVEN:
         return tl.load(ratio + row, row < num_rows, 0.0)
     own = tl.load(scale_inv + row // rows_per_scale, row < num_rows, 0.0)
@@ -110,7 +110,7 @@ _FEW = 16
 
 
 def align(x_fp8: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
-    """Triton version of `reference.align`, except for the sign of NaN; one launch if the scales are few. `x_fp8` has
+    """Triton version of `align_reference`, except for the sign of NaN; one launch if the scales are few. `x_fp8` has
     elements; on CPU it needs Triton's interpreter."""
     if len(scale_inv) <= _FEW:
         largest = torch.empty((), dtype=torch.float32, device=x_fp8.device)

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8_ds.numerics.formats import BY_NAME, Float8Format
+from fp8_ds.numerics.formats import BY_NAME, E4M3, Float8Format
 from fp8_ds.ops._register import register_pair
 from fp8_ds.ops.blockwise import reference
 from fp8_ds.ops.blockwise.reference import BLOCK
@@ -26,8 +26,11 @@ __all__ = [
     "BLOCK",
     "BlockwisePlanes",
     "block_amax",
+    "check_groups",
+    "dequantize_groupwise",
     "num_blocks",
     "quantize_blockwise",
+    "quantize_groupwise",
     "shard_block_amax",
     "transpose_blockwise",
 ]
@@ -76,7 +79,7 @@ def empty_planes(x: Tensor, dtype: torch.dtype, block_rows: int, wanted: bool = 
 _quantize = register_pair(
     "quantize_blockwise(Tensor x, ScalarType dtype, float fp8_max, int block_rows, bool row, bool col) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
-    reference,
+    reference.quantize_blockwise,
     lambda x, dtype, fp8_max, block_rows, row, col: (
         *empty_planes(x, dtype, block_rows, row),
         *empty_planes(x.t(), dtype, block_rows, col),
@@ -84,15 +87,21 @@ _quantize = register_pair(
 )
 _transpose = register_pair(
     "transpose_blockwise(Tensor x_fp8, Tensor scale_inv, float fp8_max) -> (Tensor, Tensor)",
-    reference,
+    reference.transpose_blockwise,
     lambda x_fp8, scale_inv, fp8_max: empty_planes(x_fp8.t(), x_fp8.dtype, 1),
 )
 _block_amax = register_pair(
     "block_amax(Tensor x, SymInt start, SymInt num_rows, SymInt num_cols, int block_rows) -> Tensor",
-    reference,
+    reference.block_amax,
     lambda x, start, num_rows, num_cols, block_rows: x.new_empty(
         (-(-num_rows // block_rows), num_blocks(num_cols)), dtype=torch.float32
     ),
+)
+
+_dequantize = register_pair(
+    "dequantize_groupwise(Tensor x_fp8, Tensor scale_inv) -> Tensor",
+    reference.dequantize_groupwise,
+    lambda x_fp8, scale_inv: torch.empty_like(x_fp8, dtype=torch.bfloat16),
 )
 
 
@@ -208,3 +217,54 @@ def shard_block_amax(shard: Tensor, start: int, shape: tuple[int, int], block: t
         )
     amax: Tensor = _block_amax(shard, start, shape[0], shape[1], block[0])
     return amax
+
+
+def quantize_groupwise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize `x` to E4M3 in 1x128 blocks to be kept: it is multiplied by nothing (COAT, arXiv 2410.19313, section 4).
+
+    COAT's groups have 16 elements and bf16 scales; with powers of two the way back is exact: bf16 holds every code
+    times its scale while the product is normal.
+
+    Args:
+        x: bf16, fp16 or fp32 [T, C].
+
+    Returns:
+        (x_fp8, scale_inv): float8_e4m3fn [T, C], contiguous; float32 [T, ceil(C / 128)], strides (1, T), multiply to
+        leave FP8, NaN for a group that holds a NaN or an infinity. 1.03 bytes an element.
+    """
+    planes = quantize_blockwise(x, E4M3, (1, BLOCK), "row")
+    assert planes.x_fp8 is not None and planes.scale_inv is not None
+    return planes.x_fp8, planes.scale_inv
+
+
+def check_groups(name: str, x_fp8: Tensor, scale_inv: Tensor) -> None:
+    """Refuse all but what `quantize_groupwise` returns."""
+    if x_fp8.dtype != E4M3.torch_dtype or x_fp8.dim() != 2 or not x_fp8.is_contiguous():
+        raise ValueError(
+            f"{name}: expected float8_e4m3fn [T, C], contiguous, got {x_fp8.dtype} {tuple(x_fp8.shape)} with strides "
+            f"{x_fp8.stride()}. Pass what quantize_groupwise gave."
+        )
+    expected = (x_fp8.shape[0], num_blocks(x_fp8.shape[1]))
+    if scale_inv.dtype != torch.float32 or tuple(scale_inv.shape) != expected:
+        raise ValueError(
+            f"scale_inv: expected float32 {expected}, got {scale_inv.dtype} {tuple(scale_inv.shape)}. Pass what "
+            "quantize_groupwise gave."
+        )
+
+
+def dequantize_groupwise(x_fp8: Tensor, scale_inv: Tensor) -> Tensor:
+    """Dequantize by groups: `x_fp8 * scale_inv`, rounded to bf16 (exact for normal numbers of bf16).
+
+    Args:
+        x_fp8: float8_e4m3fn [T, C], contiguous.
+        scale_inv: float32 [T, ceil(C / 128)], any strides.
+
+    Returns:
+        bf16 [T, C], contiguous.
+
+    Raises:
+        ValueError: another dtype, shape or layout.
+    """
+    check_groups("x_fp8", x_fp8, scale_inv)
+    x: Tensor = _dequantize(x_fp8, scale_inv)
+    return x

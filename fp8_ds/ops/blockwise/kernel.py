@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fp8_ds.ops._device import INFINITY, NAN, decode, encode_bytes, encode_four, magnitude
+from fp8_ds.ops._device import INFINITY, NAN, decode, encode_bytes, encode_four, magnitude, to_bf16
 from fp8_ds.ops._tiles import load_rows, store_transposed
 from fp8_ds.ops.blockwise.reference import BLOCK, MAX_EXPONENT
 
@@ -253,3 +253,32 @@ def block_amax_kernel(
         # Rows that lie past the shard are past the matrix, or 0 in it already.
         inside = origin + rows * num_cols < numel
         tl.store(at, bits.to(tl.float32, bitcast=True), None if EVEN else inside)
+
+
+@triton.jit
+def dequantize_kernel(
+    x_fp8,
+    scale_inv,
+    scale_row_stride,
+    scale_col_stride,
+    x,
+    num_rows,
+    num_cols,
+    ROWS: tl.constexpr,
+    EVEN: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Dequantize ROWS rows of one group. Args: x_fp8 as bytes, x bf16, both contiguous. EVEN: no tile is ragged."""
+    groups = tl.cdiv(num_cols, _BLOCK)
+    first_row = tl.program_id(0) // groups * ROWS
+    group = tl.program_id(0) % groups
+    rows = tl.arange(0, ROWS)
+    cols = tl.arange(0, _BLOCK)
+    in_rows = rows < num_rows - first_row
+    mask = None if EVEN else in_rows[:, None] & (cols < num_cols - group * _BLOCK)[None, :]
+    corner = first_row.to(tl.int64) * num_cols + group * _BLOCK
+    local = rows[:, None] * num_cols + cols[None, :]
+    at = scale_inv + first_row.to(tl.int64) * scale_row_stride + group.to(tl.int64) * scale_col_stride
+    scale = tl.load(at + rows * scale_row_stride, None if EVEN else in_rows)
+    value = decode(tl.load(x_fp8 + corner + local, mask), True, PTX) * scale[:, None]
+    tl.store(x + corner + local, to_bf16(value, PTX), mask)

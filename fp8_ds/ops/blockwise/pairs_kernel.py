@@ -10,8 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fp8_ds.ops._device import code_of
-from fp8_ds.ops._producer_device import words_to_codes
+from fp8_ds.ops._device import code_of, words_to_codes
 from fp8_ds.ops.blockwise.kernel import _BLOCK, _scales, _store_scale
 
 _LARGER = tl.constexpr("max.NaN.xorsign.abs.bf16x2 $0, $1, $2;")

@@ -113,3 +113,7 @@ def transpose_blockwise(x_fp8: Tensor, scale_inv: Tensor, fp8_max: float) -> tup
     x_fp8_t = _transposed(rescaled.clamp(-fp8_max, fp8_max)).to(x_fp8.dtype)
     scale_inv_t = new.repeat_interleave(BLOCK, 1)[:, :num_cols].t()
     return x_fp8_t, outer_major(scale_inv_t)
+
+
+def dequantize_groupwise(x_fp8: Tensor, scale_inv: Tensor) -> Tensor:
+    return (x_fp8.to(torch.float32) * _expand(scale_inv, 1, x_fp8)).to(torch.bfloat16)

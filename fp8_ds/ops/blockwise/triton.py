@@ -13,12 +13,12 @@ from torch import Tensor
 from fp8_ds.ops._launch import ceil_div, launch
 from fp8_ds.ops._tiles import as_words, is_even
 from fp8_ds.ops.blockwise import empty_planes, num_blocks
-from fp8_ds.ops.blockwise.kernel import block_amax_kernel, quantize_kernel, transpose_kernel
+from fp8_ds.ops.blockwise.kernel import block_amax_kernel, dequantize_kernel, quantize_kernel, transpose_kernel
 from fp8_ds.ops.blockwise.pairs_kernel import quantize_pairs_kernel
 from fp8_ds.ops.blockwise.reference import BLOCK
 from fp8_ds.ops.transpose.triton import runs_ptx
 
-WARPS = {"row": 2, "tile": 4, "amax": 8}
+WARPS = {"row": 2, "tile": 4, "amax": 8, "dequantize": 4}
 """Warps per program, by what it makes. 16 elements a thread and row are one vector of FP8: 4 warps hold a 128x128 tile
 in 128 elements a thread, 2 warps a 32x128 one. Tried by benchmarks/kernels_tune.py on an H200."""
 
@@ -28,6 +28,8 @@ _TILE_REGISTERS = 168
 _ROW_QUARTER = 8
 _TILE_QUARTER = BLOCK // 4
 _AMAX_ROWS = 32
+DEQUANTIZE_ROWS = 32
+"""Rows of a program that dequantizes, 32 elements a thread: two vectors of 16 codes."""
 
 
 def _has_pairs(x: Tensor) -> bool:
@@ -149,3 +151,25 @@ def block_amax(x: Tensor, start: int, num_rows: int, num_cols: int, block_rows: 
         num_warps=WARPS["amax"],
     )
     return amax
+
+
+def dequantize_groupwise(x_fp8: Tensor, scale_inv: Tensor) -> Tensor:
+    """Triton version of `reference.dequantize_groupwise`."""
+    num_rows, num_cols = x_fp8.shape
+    x = torch.empty_like(x_fp8, dtype=torch.bfloat16)
+    launch(
+        dequantize_kernel,
+        ceil_div(num_rows, DEQUANTIZE_ROWS) * num_blocks(num_cols),
+        x_fp8.view(torch.uint8),
+        scale_inv,
+        scale_inv.stride(0),
+        scale_inv.stride(1),
+        x,
+        num_rows,
+        num_cols,
+        ROWS=DEQUANTIZE_ROWS,
+        EVEN=num_rows % DEQUANTIZE_ROWS == 0 and num_cols % BLOCK == 0,
+        PTX=runs_ptx(x),
+        num_warps=WARPS["dequantize"],
+    )
+    return x

@@ -43,7 +43,9 @@ def _per_element(x: Tensor, scale_inv: Tensor) -> Tensor:
     return rows.repeat_interleave(BLOCK, 1)[: x.shape[0], : x.shape[1]]
 
 
-def reference(a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, out_dtype: torch.dtype) -> Tensor:
+def scaled_mm_blockwise_reference(
+    a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, out_dtype: torch.dtype
+) -> Tensor:
     """Dequantize and multiply in float32, then cast once."""
     # On CUDA, TF32 must be off (torch's default) for this to be a reference.
     a_hp = a.to(torch.float32) * _per_element(a, scale_inv_a)
@@ -99,7 +101,7 @@ def _kernel(
         with torch.autocast(a.device.type, enabled=False):
             return _kernel(a, b, scale_inv_a, scale_inv_b, out_dtype, backend)
     if backend == "reference" or not a.is_cuda:
-        return reference(a, b, scale_inv_a, scale_inv_b, out_dtype)
+        return scaled_mm_blockwise_reference(a, b, scale_inv_a, scale_inv_b, out_dtype)
     return _torch_scaled_mm(a, b, scale_inv_a, scale_inv_b, out_dtype)
 
 

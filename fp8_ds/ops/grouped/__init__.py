@@ -49,28 +49,25 @@ def _takes_kernel(x: Tensor, *_: Any) -> bool:
 _rows = register_pair(
     "grouped_rows_by_matrices(Tensor a, Tensor b, Tensor ends, Tensor scale_inv_a, Tensor scale_inv_b, "
     "ScalarType out_dtype, bool fast) -> Tensor",
-    reference,
+    reference.rows_by_matrices,
     lambda a, b, ends, scale_inv_a, scale_inv_b, out_dtype, fast: a.new_empty(
         (a.shape[0], b.shape[1]), dtype=out_dtype
     ),
-    function="rows_by_matrices",
     takes_kernel=_takes_kernel,
 )
 _columns = register_pair(
     "grouped_columns(Tensor x, Tensor ends) -> Tensor",
-    reference,
+    reference.columns,
     lambda x, ends: x.new_empty((x.shape[1], num_columns(x.shape[0], ends.shape[0]))),
-    function="columns",
     takes_kernel=_takes_kernel,
 )
 _matrices = register_pair(
     "grouped_columns_by_columns(Tensor a_t, Tensor b_t, Tensor ends, Tensor scale_inv_a, Tensor scale_inv_b, "
     "ScalarType out_dtype, bool fast) -> Tensor",
-    reference,
+    reference.columns_by_columns,
     lambda a_t, b_t, ends, scale_inv_a, scale_inv_b, out_dtype, fast: a_t.new_empty(
         (ends.shape[0], a_t.shape[0], b_t.shape[0]), dtype=out_dtype
     ),
-    function="columns_by_columns",
     takes_kernel=_takes_kernel,
 )
 

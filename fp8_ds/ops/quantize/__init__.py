@@ -50,44 +50,51 @@ def _takes_kernel(x: Tensor, *_: Any) -> bool:
     return is_on_cuda(x) and x.is_contiguous() and x.dtype in KERNEL_DTYPES
 
 
-def _op(schema: str, fake: Callable[..., Any]) -> Any:
-    return register_pair(schema, reference, fake, takes_kernel=_takes_kernel)
+def _op(schema: str, plain: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    return register_pair(schema, plain, fake, takes_kernel=_takes_kernel)
 
 
-_amax = _op("amax(Tensor x) -> Tensor", _scalar)
-_record_amax = _op("record_amax(Tensor x, Tensor(a!) amax_local) -> ()", lambda x, amax_local: None)
+_amax = _op("amax(Tensor x) -> Tensor", reference.amax, _scalar)
+_record_amax = _op(
+    "record_amax(Tensor x, Tensor(a!) amax_local) -> ()", reference.record_amax, lambda x, amax_local: None
+)
 _quantize = register_pair(
     "quantize(Tensor x, Tensor scale, ScalarType dtype, float fp8_max) -> Tensor",
-    reference,
+    reference.quantize,
     lambda x, scale, dtype, fp8_max: _fp8(x, dtype),
     takes_kernel=lambda x, scale, *_: _takes_kernel(x) and scale.dim() == 0,
 )
 _quantize_part = _op(
     "quantize_part(Tensor x, Tensor grid, SymInt start, SymInt num_cols, SymInt block_rows, SymInt block_cols, "
     "ScalarType dtype, float fp8_max) -> Tensor",
+    reference.quantize_part,
     lambda x, grid, start, num_cols, block_rows, block_cols, dtype, fp8_max: _fp8(x, dtype),
 )
 _quantize_parts = register_pair(
     "quantize_parts(Tensor table, Tensor program_parts, Tensor[] xs, Tensor(a!)[] outs, Tensor[] grids, int[] cuts, "
     "bool has_one_scale, bool is_vector, float fp8_max) -> ()",
-    reference,
+    reference.quantize_parts,
     lambda *_: None,
 )
 _quantize_tensorwise = _op(
     "quantize_tensorwise(Tensor x, ScalarType dtype, float fp8_max) -> (Tensor, Tensor)",
+    reference.quantize_tensorwise,
     lambda x, dtype, fp8_max: (_fp8(x, dtype), _scalar(x)),
 )
 _quantize_tensor_pow2 = _op(
     "quantize_tensor_pow2(Tensor x, ScalarType dtype, float fp8_max) -> (Tensor, Tensor)",
+    reference.quantize_tensor_pow2,
     lambda x, dtype, fp8_max: (_fp8(x, dtype), _scalar(x)),
 )
 _quantize_tensorwise_planes = _op(
     "quantize_tensorwise_planes(Tensor x, ScalarType dtype, float fp8_max, str planes) -> (Tensor, Tensor, Tensor)",
+    reference.quantize_tensorwise_planes,
     lambda x, dtype, fp8_max, planes: (*_fp8_planes(x, dtype, planes), _scalar(x)),
 )
 _quantize_delayed_planes = _op(
     "quantize_delayed_planes(Tensor x, Tensor scale, Tensor scale_inv, Tensor(a!) amax_local, bool record, "
     "ScalarType dtype, float fp8_max, str planes) -> (Tensor, Tensor, Tensor)",
+    reference.quantize_delayed_planes,
     lambda x, scale, scale_inv, amax_local, record, dtype, fp8_max, planes: (
         *_fp8_planes(x, dtype, planes),
         _scalar(x),
@@ -95,10 +102,12 @@ _quantize_delayed_planes = _op(
 )
 _quantize_rowwise = _op(
     "quantize_rowwise(Tensor x, Tensor? fold, ScalarType dtype, float fp8_max) -> (Tensor, Tensor)",
+    reference.quantize_rowwise,
     lambda x, fold, dtype, fp8_max: (_fp8(x, dtype), x.new_empty((x.shape[0], 1), dtype=torch.float32)),
 )
 _quantize_colwise_t = _op(
     "quantize_colwise_t(Tensor x, Tensor? fold, ScalarType dtype, float fp8_max) -> (Tensor, Tensor)",
+    reference.quantize_colwise_t,
     lambda x, fold, dtype, fp8_max: (_fp8_t(x, dtype), x.new_empty((x.shape[1], 1), dtype=torch.float32)),
 )
 

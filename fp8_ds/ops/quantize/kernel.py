@@ -16,9 +16,17 @@ import triton.language as tl
 from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.numerics.pow2 import MANTISSA_BITS, exponent_rule
 from fp8_ds.ops._device import INFINITY, encode_bytes, encode_four, record_amax, row_scale_from_amax, scale_from_amax
-from fp8_ds.ops._tiles import load_rows, store_rows, store_transposed, tile_corner, tile_masks
+from fp8_ds.ops._tiles import (
+    largest_magnitude,
+    load_folded,
+    load_rows,
+    load_words,
+    store_rows,
+    store_transposed,
+    tile_corner,
+    tile_masks,
+)
 from fp8_ds.ops.quantize.parts import TABLE_COLUMNS
-from fp8_ds.ops.quantize.words import largest_magnitude, load_folded, load_words
 from fp8_ds.ops.transpose.triton import store_word
 
 _E4M3_MAX, _E5M2_MAX = tl.constexpr(E4M3.max), tl.constexpr(E5M2.max)

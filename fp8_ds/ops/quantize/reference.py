@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fp8_ds.numerics.pow2 import pow2_scale
 from fp8_ds.numerics.scale import row_scale_from_amax, scale_from_amax
-from fp8_ds.ops.transpose.reference import transpose
+from fp8_ds.ops.transpose import transpose_reference
 
 _CHUNK = 1 << 24
 """Elements of a part quantised at a time: bounds the fp32 temporary to 64 MiB."""
@@ -96,7 +96,7 @@ def record_amax(x: Tensor, amax_local: Tensor) -> None:
 def _planes(x_fp8: Tensor, planes: str) -> tuple[Tensor, Tensor]:
     """Return (plain, transposed), empty where not asked for; neither shares memory with the other."""
     none = x_fp8.new_empty(0)
-    return none if planes == "col" else x_fp8, none if planes == "row" else transpose(x_fp8)
+    return none if planes == "col" else x_fp8, none if planes == "row" else transpose_reference(x_fp8)
 
 
 def quantize_tensorwise_planes(

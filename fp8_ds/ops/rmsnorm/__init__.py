@@ -32,7 +32,7 @@ Rounding = Literal["once", "twice"]
 _rmsnorm = register_pair(
     "rmsnorm(Tensor x, Tensor weight, float eps, str scaling, Tensor? scale, Tensor? scale_inv, "
     "Tensor(a!)? amax_local, ScalarType dtype, float fp8_max, bool twice) -> (Tensor, Tensor, Tensor, Tensor)",
-    reference,
+    reference.rmsnorm,
     lambda x, weight, eps, scaling, scale, scale_inv, amax_local, dtype, fp8_max, twice: (
         *empty_output(x, scaling, dtype),
         x.new_empty(x.shape[0], dtype=torch.float32),
@@ -40,7 +40,7 @@ _rmsnorm = register_pair(
 )
 _rmsnorm_backward = register_pair(
     "rmsnorm_backward(Tensor grad_output, Tensor x, Tensor weight, Tensor rstd) -> (Tensor, Tensor)",
-    reference,
+    reference.rmsnorm_backward,
     lambda grad_output, x, weight, rstd: (x.new_empty(x.shape), x.new_empty(x.shape[1], dtype=torch.float32)),
 )
 

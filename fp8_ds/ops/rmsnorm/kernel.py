@@ -6,8 +6,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fp8_ds.ops._device import INFINITY, NAN, magnitude, record_amax, row_scale_from_amax, scale_from_amax
-from fp8_ds.ops._producer_device import AMAX, FROM_AMAX, GIVEN, ROWWISE, quantize, to_bf16, to_float
+from fp8_ds.ops._device import (
+    AMAX,
+    FROM_AMAX,
+    GIVEN,
+    INFINITY,
+    NAN,
+    ROWWISE,
+    magnitude,
+    quantize,
+    record_amax,
+    row_scale_from_amax,
+    scale_from_amax,
+    to_bf16,
+    to_float,
+)
 from fp8_ds.ops.rmsnorm import reference
 
 _LANES = tl.constexpr(reference.PARTIAL_LANES)

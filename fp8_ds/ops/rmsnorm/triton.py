@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from fp8_ds.ops import _producer_device as device
+from fp8_ds.ops import _device as device
 from fp8_ds.ops._launch import ceil_div, launch, num_processors
 from fp8_ds.ops._producer import empty_output
 from fp8_ds.ops.rmsnorm.kernel import rmsnorm_backward_kernel, rmsnorm_kernel, rmsnorm_rows_kernel, sum_partials_kernel

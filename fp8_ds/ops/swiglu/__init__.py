@@ -21,7 +21,7 @@ from fp8_ds.numerics.formats import Float8Format
 from fp8_ds.numerics.scale import AmaxSlot
 from fp8_ds.ops._producer import Fp8Output, Scaling, SlotTensors, check_rows, empty_amax, empty_output, mode_of
 from fp8_ds.ops._register import register_pair
-from fp8_ds.ops.groupwise import check_groups
+from fp8_ds.ops.blockwise import check_groups
 from fp8_ds.ops.swiglu import reference
 
 __all__ = [
@@ -36,13 +36,13 @@ __all__ = [
 ]
 
 _Factor = Tensor | tuple[Tensor, Tensor]
-"""Input bf16 [T, F], rows without gaps, any stride between them; or the result of `ops.groupwise.quantize_groupwise`
+"""Input bf16 [T, F], rows without gaps, any stride between them; or the result of `ops.blockwise.quantize_groupwise`
 for it, which is read as its dequantised values."""
 
 _swiglu = register_pair(
     "swiglu(Tensor gate, Tensor up, str scaling, Tensor? scale, Tensor? scale_inv, Tensor(a!)? amax_local, "
     "ScalarType dtype, float fp8_max, bool with_hp) -> (Tensor, Tensor, Tensor, Tensor)",
-    reference,
+    reference.swiglu,
     lambda gate, up, scaling, scale, scale_inv, amax_local, dtype, fp8_max, with_hp: (
         *empty_output(gate, scaling, dtype, with_hp),
         empty_amax(scaling, gate),
@@ -50,14 +50,14 @@ _swiglu = register_pair(
 )
 _backward = register_pair(
     "swiglu_backward(Tensor grad_hidden, Tensor gate, Tensor up, bool packed) -> (Tensor, Tensor)",
-    reference,
+    reference.swiglu_backward,
     lambda grad_hidden, gate, up, packed: reference.empty_gradients(gate, packed),
 )
 _backward_to_fp8 = register_pair(
     "swiglu_backward_to_fp8(Tensor grad_hidden, Tensor gate, Tensor up, str scaling, Tensor? gate_scale, "
     "Tensor? gate_scale_inv, Tensor(a!)? gate_amax, Tensor? up_scale, Tensor? up_scale_inv, Tensor(b!)? up_amax, "
     "ScalarType dtype, float fp8_max, bool with_hp) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    reference,
+    reference.swiglu_backward_to_fp8,
     lambda grad_hidden, gate, up, scaling, s0, i0, a0, s1, i1, a1, dtype, fp8_max, with_hp: tuple(
         one for _ in range(2) for one in empty_output(gate, scaling, dtype, with_hp)
     ),
@@ -65,7 +65,7 @@ _backward_to_fp8 = register_pair(
 _columns = register_pair(
     "swiglu_columns(Tensor gate, Tensor up, Tensor? gate_kept, Tensor? up_kept, str scaling, Tensor? scale, "
     "Tensor? scale_inv, Tensor? amax, ScalarType dtype, float fp8_max) -> (Tensor, Tensor)",
-    reference,
+    reference.swiglu_columns,
     lambda gate, up, gate_kept, up_kept, scaling, scale, scale_inv, amax, dtype, fp8_max: (
         gate.new_empty((gate.shape[1], gate.shape[0]), dtype=dtype),
         gate.new_empty((), dtype=torch.float32),
@@ -89,7 +89,7 @@ _backward_and_columns = register_pair(
     "Tensor? gate_scale_inv, Tensor(a!)? gate_amax, Tensor? up_scale, Tensor? up_scale_inv, Tensor(b!)? up_amax, "
     "ScalarType dtype, float fp8_max, ScalarType grad_dtype, float grad_max) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    reference,
+    reference.swiglu_backward_and_columns,
     _fake_backward_and_columns,
 )
 
@@ -216,7 +216,7 @@ def swiglu_columns(
     """Compute only the transpose of what `swiglu` makes: (`fmt.dtype` [F, T], scale_inv); nothing is recorded.
 
     Args: as in `swiglu`; one scale for all, and
-        gate: bf16, or codes and scales of `ops.groupwise.quantize_groupwise`, read as their dequantised values.
+        gate: bf16, or codes and scales of `ops.blockwise.quantize_groupwise`, read as their dequantised values.
         up: the same.
         amax: float32, 0-dim, as `swiglu` measured it of the same tensors: "tensorwise" then reads them only once.
     """
@@ -233,7 +233,7 @@ def swiglu_backward_kept(
     fmt: Float8Format,
     scalings: tuple[Scaling, Scaling],
 ) -> tuple[Fp8Output, Fp8Output, Tensor | None]:
-    """Compute `swiglu_backward_to_fp8` of gate and up as `ops.groupwise.quantize_groupwise` keeps them.
+    """Compute `swiglu_backward_to_fp8` of gate and up as `ops.blockwise.quantize_groupwise` keeps them.
 
     Returns:
         (grad_gate, grad_up, amax of the product for `swiglu_columns`, float32, 0-dim; None: not tensorwise).

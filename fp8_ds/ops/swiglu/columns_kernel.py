@@ -8,22 +8,27 @@ import triton
 import triton.language as tl
 
 from fp8_ds.numerics.formats import E4M3
-from fp8_ds.ops._device import INFINITY, decode, encode_four, magnitude, record_amax, scale_from_amax
-from fp8_ds.ops._producer_device import (
+from fp8_ds.ops._device import (
     AMAX,
     FROM_AMAX,
     GIVEN,
+    INFINITY,
     bits_of_largest,
+    decode,
+    encode_four,
     larger,
+    magnitude,
     quantize,
+    record_amax,
+    scale_from_amax,
     to_bf16,
     to_float,
 )
 from fp8_ds.ops._tiles import TILE_COLS, load_rows, store_rows, store_transposed, tile_corner, tile_masks
-from fp8_ds.ops.groupwise import GROUP
+from fp8_ds.ops.blockwise import BLOCK
 from fp8_ds.ops.swiglu.kernel import gradients, hidden
 
-assert GROUP == TILE_COLS, "a row of a tile has one scale"
+assert BLOCK == TILE_COLS, "a row of a tile has one scale"
 
 _E4M3_MAX = tl.constexpr(E4M3.max)
 _COLS = tl.constexpr(TILE_COLS)

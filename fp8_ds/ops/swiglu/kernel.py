@@ -6,13 +6,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fp8_ds.ops._device import INFINITY, magnitude, record_amax, row_scale_from_amax, scale_from_amax
-from fp8_ds.ops._producer_device import (
+from fp8_ds.ops._device import (
     AMAX,
     FROM_AMAX,
     GIVEN,
+    INFINITY,
     ROWWISE,
+    magnitude,
     quantize,
+    record_amax,
+    row_scale_from_amax,
+    scale_from_amax,
     times,
     to_bf16,
     to_float,

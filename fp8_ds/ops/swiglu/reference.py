@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from fp8_ds.ops._producer import SlotTensors, empty_amax, quantize_by
-from fp8_ds.ops.groupwise.reference import dequantize_groupwise
-from fp8_ds.ops.transpose.reference import transpose
+from fp8_ds.ops.blockwise.reference import dequantize_groupwise
+from fp8_ds.ops.transpose import transpose_reference
 
 SixTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -68,7 +68,7 @@ def swiglu_columns(
     """Return (x_fp8 transposed, scale_inv); nothing is recorded, and `amax` is measured again."""
     factors = _factors(gate, up, gate_kept, up_kept)
     x_fp8, found, *_ = swiglu(*factors, mode, scale, scale_inv, None, dtype, fp8_max, False)
-    return transpose(x_fp8), found
+    return transpose_reference(x_fp8), found
 
 
 def gradients(grad_hidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:

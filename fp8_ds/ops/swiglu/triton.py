@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from fp8_ds.ops import _producer_device as device
+from fp8_ds.ops import _device as device
 from fp8_ds.ops._launch import ceil_div, launch
 from fp8_ds.ops._producer import SlotTensors, empty_amax, empty_output
 from fp8_ds.ops._tiles import as_words, num_tiles, tile_options

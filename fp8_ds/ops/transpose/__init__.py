@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from fp8_ds.ops._register import register_pair
-from fp8_ds.ops.transpose import reference
 
-_transpose = register_pair("transpose(Tensor x) -> Tensor", reference, lambda x: x.new_empty(x.mT.shape))
+
+def transpose_reference(x: Tensor) -> Tensor:
+    """Copy the transpose, even of one row, which is contiguous already: an op's result is never its input."""
+    # As integers: a copy moves bytes, whatever floats they are.
+    return x.view(torch.uint8).mT.clone(memory_format=torch.contiguous_format).view(x.dtype)
+
+
+_transpose = register_pair("transpose(Tensor x) -> Tensor", transpose_reference, lambda x: x.new_empty(x.mT.shape))
 
 
 def transpose(x: Tensor) -> Tensor:

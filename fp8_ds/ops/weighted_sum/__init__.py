@@ -16,16 +16,36 @@ import torch
 from torch import Tensor
 
 from fp8_ds.ops._register import register_pair
-from fp8_ds.ops.weighted_sum import reference
+
+
+def weighted_sum_reference(rows: Tensor, place: Tensor, weights: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Return [T, C]."""
+    output = torch.zeros(weights.shape[0], rows.shape[1], dtype=torch.float32, device=rows.device)
+    for j, own in enumerate(place.view(weights.shape).unbind(1)):
+        output += weights[:, j, None].to(torch.float32) * rows[own].to(torch.float32)
+    return output.to(out_dtype)
+
+
+def weighted_sum_backward_reference(
+    grad: Tensor, rows: Tensor, place: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return ([P, C], [T, k])."""
+    grad = grad.to(torch.float32)
+    grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
+    for j, own in enumerate(place.view(weights.shape).unbind(1)):
+        grad_rows[own] = (weights[:, j, None].to(torch.float32) * grad).to(rows.dtype)
+        grad_weights[:, j] = (grad * rows[own].to(torch.float32)).sum(1).to(weights.dtype)
+    return grad_rows, grad_weights
+
 
 _sum = register_pair(
     "weighted_sum(Tensor rows, Tensor place, Tensor weights, ScalarType out_dtype) -> Tensor",
-    reference,
+    weighted_sum_reference,
     lambda rows, place, weights, out_dtype: rows.new_empty((weights.shape[0], rows.shape[1]), dtype=out_dtype),
 )
 _backward = register_pair(
     "weighted_sum_backward(Tensor grad, Tensor rows, Tensor place, Tensor weights) -> (Tensor, Tensor)",
-    reference,
+    weighted_sum_backward_reference,
     lambda grad, rows, place, weights: (rows.new_empty(rows.shape), weights.new_empty(weights.shape)),
 )
 

@@ -48,7 +48,7 @@ def weighted_sum_backward_kernel(
 
 
 def weighted_sum(rows: Tensor, place: Tensor, weights: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Triton version of `reference.weighted_sum`, for at least one row; on CPU only under Triton's interpreter."""
+    """Triton version of `weighted_sum_reference`, for at least one row; on CPU only under Triton's interpreter."""
     (num_tokens, num_choices), num_cols = weights.shape, rows.shape[1]
     out = torch.empty(num_tokens, num_cols, dtype=out_dtype, device=rows.device)
     options = _options(num_choices, num_cols)
@@ -57,7 +57,7 @@ def weighted_sum(rows: Tensor, place: Tensor, weights: Tensor, out_dtype: torch.
 
 
 def weighted_sum_backward(grad: Tensor, rows: Tensor, place: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Triton version of `reference.weighted_sum_backward`, for at least one row; sums over features differ in order."""
+    """Triton version of `weighted_sum_backward_reference`, for at least one row; sums over features differ in order."""
     (num_tokens, num_choices), num_cols = weights.shape, rows.shape[1]
     grads = torch.empty_like(rows), torch.empty_like(weights)
     options = _options(num_choices, num_cols)

@@ -14,12 +14,13 @@ from support.adam_shards import (
     make_representable,
     make_shard,
 )
+from support.masters import every_master
 
 from fp8_ds.numerics.masters import BY_NAME, decode
 from fp8_ds.numerics.moments import from_groups
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.ops.adamw.reference import adamw_step
-from fp8_ds.ops.adamw.triton import LAUNCHES, TritonStep
+from fp8_ds.ops.adamw.triton import DECODE_BLOCK, LAUNCHES, TritonStep, decode_master
 from fp8_ds.testing import assert_bitwise
 
 FORMATS = list(BY_NAME)
@@ -285,3 +286,26 @@ def test_gradients_of_another_kind_are_refused(grad):
     with pytest.raises(ValueError, match=r"weight0, got torch\."):
         TritonStep([shard])([grad], make_inputs())
     assert differences(before, shard) == []
+
+
+SPLIT = [fmt for fmt in BY_NAME.values() if fmt.is_split]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fmt", SPLIT, ids=lambda fmt: fmt.name)
+def test_kernel_equals_reference_bitwise(fmt, dtype):
+    hi, lo = every_master(fmt)
+    for scale_inv in [torch.tensor(2.0**exponent) for exponent in (-149, -140, -20, 0, 119)] if fmt.is_fp8 else [None]:
+        out = torch.empty(hi.shape, dtype=dtype)
+        decode_master(hi, lo, fmt, scale_inv, out)
+        assert_bitwise(out, decode(hi, lo, fmt, scale_inv).to(dtype))
+
+
+@pytest.mark.parametrize("numel", [1, DECODE_BLOCK - 1, DECODE_BLOCK, DECODE_BLOCK + 1])
+def test_nothing_behind_the_end_is_written(numel):
+    fmt = BY_NAME["e4m11"]
+    hi, lo = (x[:numel] for x in every_master(fmt))
+    memory = torch.full((numel + 3,), 7.0)
+    decode_master(hi, lo, fmt, torch.tensor(0.5), memory[1 : numel + 1])
+    assert_bitwise(memory[1 : numel + 1], decode(hi, lo, fmt, torch.tensor(0.5)))
+    assert memory[0] == 7 and memory[numel + 1 :].tolist() == [7, 7]

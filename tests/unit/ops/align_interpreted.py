@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fp8_ds.numerics.formats import E4M3, E5M2
-from fp8_ds.ops.align import reference, triton
+from fp8_ds.ops.align import align_reference, ratios, shift_transpose, triton
 from fp8_ds.testing import assert_bitwise
 
 COVERING = [((1, 1), E4M3), ((80, 144), E4M3), ((65, 9), E5M2), ((7, 32), E5M2)]
@@ -20,13 +20,13 @@ def test_kernel_equals_reference_for_every_code_and_shift(fmt, shape):
     codes[(codes & 0x7F) > 0x7B] = 0  # NaN and infinity: their signs may differ
     scale_inv = torch.exp2(-(torch.arange(shape[0]) % 40).float())
     x_fp8 = codes.view(fmt.dtype)
-    for found, expected in zip(triton.align(x_fp8, scale_inv), reference.align(x_fp8, scale_inv), strict=True):
+    for found, expected in zip(triton.align(x_fp8, scale_inv), align_reference(x_fp8, scale_inv), strict=True):
         assert_bitwise(found, expected)
 
 
 def test_more_scales_than_a_kernel_looks_at_and_fewer_than_rows_equal_reference():
     x_fp8, scale_inv = torch.ones(40, 16).to(E4M3.dtype), torch.exp2(-(torch.arange(20) % 7).float())
-    for found, expected in zip(triton.align(x_fp8, scale_inv), reference.align(x_fp8, scale_inv), strict=True):
+    for found, expected in zip(triton.align(x_fp8, scale_inv), align_reference(x_fp8, scale_inv), strict=True):
         assert_bitwise(found, expected)
 
 
@@ -56,9 +56,9 @@ MORE = [(scales, E5M2 if fmt is E4M3 else E4M3) for scales, fmt in FEW]
 def test_few_scales_and_their_largest_are_found_in_the_launch(fmt, scales):
     codes = (torch.arange(12 * 9) % 0x78).to(torch.uint8).view(12, 9)
     x_fp8, scale_inv = codes.view(fmt.dtype), torch.tensor(scales)
-    ratio, largest = reference.ratios(scale_inv)
+    ratio, largest = ratios(scale_inv)
     found, found_largest = triton.align(x_fp8, scale_inv)
-    expected = reference.shift_transpose(x_fp8, ratio)
+    expected = shift_transpose(x_fp8, ratio)
     if largest.isnan():
         assert found_largest.isnan() and found.float().isnan().all() and expected.float().isnan().all()
     else:

@@ -3,10 +3,13 @@
 import pytest
 import torch
 from support import many_scales
+from support.producers import assert_same as assert_same_but_nans
 
 from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.ops.blockwise import reference, triton
 from fp8_ds.testing import assert_bitwise
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, of NaN
 
 FORMATS = [E4M3, E5M2]
 PLANES = [(True, False), (False, True), (True, True)]
@@ -155,3 +158,25 @@ def test_amaxes_of_shards_equal_the_reference_bitwise(dtype, block_rows):
         assert_same([reference.block_amax(*arguments)], [triton.block_amax(*arguments)])
     arguments = (many_scales("per_row", 256, 128).to(dtype), 0, 256, 128, block_rows)
     assert_same([reference.block_amax(*arguments)], [triton.block_amax(*arguments)])
+
+
+def dequantize_both(x_fp8, scale_inv):
+    assert_same_but_nans(
+        reference.dequantize_groupwise(x_fp8, scale_inv), triton.dequantize_groupwise(x_fp8.contiguous(), scale_inv)
+    )
+
+
+@pytest.mark.parametrize("shape", [(32, 256), (1, 1), (33, 129), (5, 1000)], ids=str)
+def test_shapes_equal_the_reference_bitwise(shape):
+    codes = many_scales("per_tile", *shape).clamp(-448, 448).to(E4M3.dtype)
+    scale_inv = torch.exp2(many_scales("per_row", shape[0], -(-shape[1] // 128)).clamp(-60, 60).round())
+    dequantize_both(codes, scale_inv)
+    dequantize_both(codes, scale_inv.t().contiguous().t())
+
+
+def test_all_codes_by_all_scales_equal_the_reference_bitwise():
+    """Also NaN as code and as scale, products that are subnormal in bf16, zero and infinite."""
+    codes = torch.arange(256, dtype=torch.uint8).view(E4M3.dtype).repeat(64, 1)
+    scale_inv = torch.exp2(torch.linspace(-126, 127, 63).round())
+    scale_inv = torch.cat([scale_inv, torch.tensor([float("nan")])])[:, None].repeat(1, 2)
+    dequantize_both(codes, scale_inv)

@@ -10,7 +10,7 @@ from support import many_scales
 from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.ops.quantize import kernel, reference, triton
 from fp8_ds.ops.quantize.parts import PROGRAM, CastPart, PartsCast
-from fp8_ds.ops.transpose import reference as transpose_reference
+from fp8_ds.ops.transpose import transpose_reference
 from fp8_ds.ops.transpose import triton as transpose_triton
 from fp8_ds.testing import assert_bitwise
 
@@ -40,13 +40,13 @@ def both(name, *args):
 @pytest.mark.parametrize("shape", [(1, 1), (80, 144), (65, 9), (32, 7), (7, 32)])
 def test_transpose_equals_reference_for_every_byte_value_and_side(shape):
     x = (torch.arange(shape[0] * shape[1]) % 257 % 256).to(torch.uint8).reshape(shape)
-    assert_bitwise(transpose_reference.transpose(x), transpose_triton.transpose(x))
+    assert_bitwise(transpose_reference(x), transpose_triton.transpose(x))
 
 
 def test_transpose_of_floats_and_of_misaligned_tensors_moves_bytes():
     codes = torch.arange(256, dtype=torch.uint8).repeat(2)
     for x in (codes[:256].view(E4M3.dtype).reshape(16, 16), codes[1:257].view(torch.int8).reshape(16, 16)):
-        assert_bitwise(transpose_reference.transpose(x), transpose_triton.transpose(x))
+        assert_bitwise(transpose_reference(x), transpose_triton.transpose(x))
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)

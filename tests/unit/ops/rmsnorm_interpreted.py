@@ -5,8 +5,8 @@ import torch
 from support.producers import SCALINGS, assert_same, make_rows, make_scaling
 
 from fp8_ds.numerics.formats import E4M3, E5M2
+from fp8_ds.ops._device import FROM_AMAX
 from fp8_ds.ops._producer import mode_of
-from fp8_ds.ops._producer_device import FROM_AMAX
 from fp8_ds.ops.rmsnorm import reference
 from fp8_ds.ops.rmsnorm import triton as kernels
 from fp8_ds.ops.rmsnorm.kernel import sum_partials_kernel

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fp8_ds.ops.squares.triton import BLOCK, SPAN, sum_of_squares
+from fp8_ds.ops.squares import BLOCK, SPAN, sum_of_squares
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, of NaN
 

@@ -16,8 +16,8 @@ from support.producers import (
 
 from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.ops._producer import mode_of, quantize_by
-from fp8_ds.ops.groupwise import quantize_groupwise
-from fp8_ds.ops.groupwise.reference import dequantize_groupwise
+from fp8_ds.ops.blockwise import quantize_groupwise
+from fp8_ds.ops.blockwise.reference import dequantize_groupwise
 from fp8_ds.ops.swiglu import reference
 from fp8_ds.ops.swiglu import triton as kernels
 

@@ -3,10 +3,12 @@
 import pytest
 import torch
 from support.adam_shards import clone_shard, differences, make_grad, make_inputs, make_shard
+from support.masters import every_master
 
-from fp8_ds.numerics.masters import BY_NAME
-from fp8_ds.ops.adamw import prepare
+from fp8_ds.numerics.masters import BY_NAME, MasterFormat, decode, encode
+from fp8_ds.ops.adamw import decode_master, prepare
 from fp8_ds.ops.adamw.reference import adamw_step
+from fp8_ds.testing import assert_bitwise
 
 
 def test_shards_of_several_devices_are_refused():
@@ -41,3 +43,29 @@ def test_reference_leaves_every_byte_when_skipped():
     inputs.skip.fill_(1)
     adamw_step([shard], [torch.full((300,), float("nan"))], inputs)
     assert differences(before, shard) == []
+
+
+SPLIT = [fmt for fmt in BY_NAME.values() if fmt.is_split]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("fmt", SPLIT, ids=lambda fmt: fmt.name)
+def test_masters_are_written_in_the_dtype_of_what_is_given(fmt: MasterFormat, dtype: torch.dtype) -> None:
+    hi, lo = every_master(fmt)
+    scale_inv = torch.tensor(2.0**-3) if fmt.is_fp8 else None
+    memory = torch.full((len(hi) + 2,), 7, dtype=dtype)
+    decode_master(hi, lo, fmt, scale_inv, memory[1:-1])
+    assert_bitwise(memory[1:-1], decode(hi, lo, fmt, scale_inv).to(dtype))
+    assert memory[0] == memory[-1] == 7
+
+
+@pytest.mark.parametrize("fmt", SPLIT, ids=lambda fmt: fmt.name)
+def test_every_master_is_what_encode_gives(fmt: MasterFormat) -> None:
+    scale_inv = torch.tensor(1.0) if fmt.is_fp8 else None
+    hi, lo = every_master(fmt)
+    value = decode(hi, lo, fmt, scale_inv)
+    assert value.abs().unique().numel() > 30_000
+    known = torch.ones_like(lo, dtype=torch.bool) if fmt.is_fp8 else torch.arange(len(lo)) < 2 * len(lo) // 3
+    again = encode(value, fmt, scale_inv)
+    for before, after in zip((hi.view(-1), lo), again, strict=True):
+        assert torch.equal(before[known].float(), after[known].float())

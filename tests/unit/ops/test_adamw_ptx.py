@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from fp8_ds.numerics.moments import GROUP, quantize_m, quantize_root
-from fp8_ds.ops.adamw import ptx
 
 Words = npt.NDArray[np.uint32]
 NUM_GROUPS = 64
@@ -69,6 +68,9 @@ def run(text: str, inputs: dict[int, Words]) -> dict[int, Words]:
 @pytest.mark.parametrize("sigma", [0.0, 1.0, 4.0, 12.0])
 def test_codes_of_moments_are_those_of_the_plain_formulas(sigma: float) -> None:
     """From groups of alike numbers to such that span all of float32, zeros of both signs among them."""
+    pytest.importorskip("triton")
+    from fp8_ds.ops.adamw.arithmetic import ENCODE_MOMENTS
+
     generator = torch.Generator().manual_seed(round(sigma))
     shape = (NUM_GROUPS, GROUP)
     spread = torch.exp(sigma * torch.randn(shape, generator=generator)) * 1e-4
@@ -91,7 +93,7 @@ def test_codes_of_moments_are_those_of_the_plain_formulas(sigma: float) -> None:
     pairs = (halves[:, 0] | (halves[:, 1] << np.uint32(16))).reshape(-1, 2)
     inputs = dict(enumerate([*scaled(m, m_scale_inv), *scaled(root, root_scale_inv)], start=2))
     inputs |= {10: pairs[:, 0], 11: pairs[:, 0], 12: pairs[:, 1], 13: pairs[:, 1]}
-    found = run(ptx.ENCODE_MOMENTS, inputs)
+    found = run(ENCODE_MOMENTS, inputs)
     for number, codes in ((0, m_codes), (1, root_codes)):
         expected = codes.numpy().reshape(-1, 4).view(np.uint32).ravel()
         np.testing.assert_array_equal(found[number], expected)

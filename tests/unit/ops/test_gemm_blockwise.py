@@ -71,7 +71,7 @@ def emulated_scaled_mm(a, b, scale_a, recipe_a, scale_b, recipe_b, output_dtype)
         scale_b = scale_b[:blocks].t()
     else:
         assert recipe_b == one and scale_b.shape == (num_n, blocks) and scale_b.stride() == (1, num_n)
-    return blockwise.reference(a, b.t(), scale_a, scale_b, output_dtype)
+    return blockwise.scaled_mm_blockwise_reference(a, b.t(), scale_a, scale_b, output_dtype)
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
@@ -82,7 +82,7 @@ def test_torch_is_handed_what_it_asks_for_and_padding_adds_nothing(shape, block_
     args = operands(*shape, block_b)
     got = blockwise._torch_scaled_mm(*args, out_dtype)
     assert got.shape == (shape[0], shape[2]) and got.is_contiguous()
-    torch.testing.assert_close(got, blockwise.reference(*args, out_dtype), rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(got, blockwise.scaled_mm_blockwise_reference(*args, out_dtype), rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("block_b", [ROWS, SQUARES])
@@ -91,7 +91,7 @@ def test_scales_and_operands_of_other_strides_are_laid_out_anew(block_b, monkeyp
     args = a, b, scale_inv_a, scale_inv_b = operands(32, 512, 256, block_b)
     strided = a.t().contiguous().t(), b.t().contiguous().t(), scale_inv_a.contiguous(), scale_inv_b.t().contiguous().t()
     shifted = [torch.empty(t.numel() + 1)[1:].view(t.t().shape).t().copy_(t) for t in (scale_inv_a, scale_inv_b)]
-    expected = blockwise.reference(*args, torch.float32)
+    expected = blockwise.scaled_mm_blockwise_reference(*args, torch.float32)
     assert torch.equal(blockwise._torch_scaled_mm(*strided, torch.float32), expected)
     assert torch.equal(blockwise._torch_scaled_mm(a, b, *shifted, torch.float32), expected)
 

@@ -14,7 +14,7 @@ from support.producers import (
 from torch.nn.functional import silu
 
 from fp8_ds.numerics.formats import E4M3, E4M4, E5M2
-from fp8_ds.ops.groupwise import dequantize_groupwise, quantize_groupwise
+from fp8_ds.ops.blockwise import dequantize_groupwise, quantize_groupwise
 from fp8_ds.ops.quantize import quantize_tensorwise
 from fp8_ds.ops.swiglu import (
     swiglu,
