@@ -16,7 +16,6 @@ from fp8_ds.ops import squares
 from fp8_ds.ops.adamw import decode_master
 from fp8_ds.ops.blockwise import dequantize_groupwise, quantize_blockwise, quantize_groupwise, transpose_blockwise
 from fp8_ds.ops.quantize import (
-    amax,
     quantize,
     quantize_colwise_t,
     quantize_delayed_planes,
@@ -24,6 +23,7 @@ from fp8_ds.ops.quantize import (
     quantize_rowwise,
     quantize_tensorwise,
     quantize_tensorwise_planes,
+    record_amax,
 )
 from fp8_ds.ops.rmsnorm import rmsnorm, rmsnorm_backward
 from fp8_ds.ops.swiglu import (
@@ -163,6 +163,12 @@ def _cast_by_grid(granularity: Granularity, x: tuple[Tensor, Tensor, Tensor]) ->
     return quantize_part(x[0].flatten(), grid, 0, cols, (granularity.block[0] or 1, granularity.block[1] or cols), E4M3)
 
 
+def _amax(x: Tensor) -> Tensor:
+    measured = torch.zeros((), dtype=torch.float32, device=x.device)
+    record_amax(x, measured)
+    return measured
+
+
 def _sum_of_squares(x: tuple[dict[int, squares.SumOfSquares], list[Tensor]]) -> Tensor:
     """With tables of its own for each size of program."""
     return x[0].setdefault(squares.BLOCK * squares.SPAN, squares.SumOfSquares())(x[1])
@@ -241,7 +247,7 @@ KERNELS = (
     _kernel("columns by their own, fold", "quantize", 5, _folded, lambda x: quantize_colwise_t(x[0], E4M3, x[2])),
     *_of_master("row", ROW),
     *_of_master("tile", TILE),
-    _kernel("amax", "quantize", 2, _matrix, amax,
+    _kernel("amax", "quantize", 2, _matrix, _amax,
             fits=lambda s: s["AMAX_WORDS"] / s["AMAX_WARPS"] <= 512 and s["AMAX_PROGRAMS"] * s["AMAX_WARPS"] <= 64,
             AMAX_WORDS=(4096, 8192, 16384), AMAX_WARPS=(8, 16, 32), AMAX_PROGRAMS=(1, 2, 3)),
     _kernel("squares", "squares", 2, _two, _sum_of_squares,

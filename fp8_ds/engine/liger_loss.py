@@ -21,7 +21,7 @@ from fp8_ds.engine.patch_record import RECORD
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.nn.linear import Fp8Linear
 from fp8_ds.nn.matrices import full_shape
-from fp8_ds.ops.multiply import multiply_, takes
+from fp8_ds.ops.multiply import can_multiply, multiply_
 
 _KEY = "fp8.activations.cross_entropy_chunk_mem_const"
 _FAST_CHUNKS = 8
@@ -218,7 +218,7 @@ def _without_a_wait(stock: Callable[..., Any]) -> Callable[..., Any]:
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         grads = grad_input, grad_weight, grad_bias
         found = [grad for grad in grads if grad is not None]
-        if grad_output.device.type not in _DEVICES or not all(takes(grad, grad_output) for grad in found):
+        if grad_output.device.type not in _DEVICES or not all(can_multiply(grad, grad_output) for grad in found):
             result: tuple[Tensor, Tensor | None, Tensor | None] = stock(grad_output, *grads)
             return result
         for grad in found:

@@ -27,10 +27,9 @@ from fp8_ds.nn.linear import Fp8Linear, bias_grad, check_input, checked_weights,
 from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.recipe import Kept, Recipe, as_matrix
 from fp8_ds.numerics.scale import AmaxSlot
-from fp8_ds.ops._producer import Scaling
+from fp8_ds.ops._producer import Fp8Output, Scaling
 from fp8_ds.ops._register import once_differentiable
 from fp8_ds.ops.swiglu import (
-    Fp8Output,
     swiglu,
     swiglu_backward,
     swiglu_backward_and_columns,

@@ -8,8 +8,10 @@ truncate, lose subnormals or do not carry into the exponent.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.numerics.scale import MAX_SCALE
@@ -30,6 +32,11 @@ NAN = tl.constexpr(0x7FC00000)
 """Bits of the plain NaN."""
 _MAX_SCALE = tl.constexpr(MAX_SCALE)
 _MIN_SCALE_INV = tl.constexpr(1 / MAX_SCALE)
+
+
+def runs_ptx(x: Tensor) -> bool:
+    """Whether kernels on the device of `x` take their PTX blocks, or the plain formulas beside them."""
+    return x.is_cuda and torch.version.hip is None
 
 
 @triton.jit

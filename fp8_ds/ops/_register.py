@@ -86,7 +86,7 @@ def register_pair(
     reference: Callable[..., Any],
     fake: Callable[..., Any],
     *,
-    takes_kernel: Callable[..., bool] = is_on_cuda,
+    use_triton: Callable[..., bool] = is_on_cuda,
 ) -> Any:
     """Register an op that `reference` computes, or the function of its name in the package's module `triton`.
 
@@ -95,12 +95,12 @@ def register_pair(
         reference: plain torch, in the package's `__init__.py` under a name that ends in `_reference`, or in its module
             `reference`. It runs without autocast, which the dispatcher skips at our op and not inside it.
         fake: as in `register`.
-        takes_kernel: maps the op's arguments to whether Triton computes it.
+        use_triton: maps the op's arguments to whether Triton computes it.
     """
     name, package = reference.__name__.removesuffix("_reference"), reference.__module__.removesuffix(".reference")
 
     def kernel(x: Tensor, *args: Any) -> Any:
-        if takes_kernel(x, *args):
+        if use_triton(x, *args):
             with torch.cuda.device_of(x):  # Triton launches on the current device
                 return getattr(triton_of(package), name)(x, *args)
         with torch.autocast(x.device.type, enabled=False):
@@ -143,7 +143,7 @@ def _checked(op: Any, fake: Callable[..., Any]) -> Callable[..., Any]:
     return checked if written else fake
 
 
-_TWICE = (
+_DIFFERENTIATED_TWICE = (
     b"an FP8 layer, or what fp8_ds has fused: expected its graph to be differentiated once, got a second time (a "
     b'gradient penalty, or another use of create_graph=True). Name the layers in "linear.filter_fqns", and leave '
     b'"activations" and "attention" at their defaults, in a model whose gradient is part of its loss.'
@@ -170,6 +170,6 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             return found
         gradients = found if isinstance(found, tuple) else (found,)
         needs: list[Any] = [None if one is None else one.detach().requires_grad_() for one in gradients]
-        return torch._C._functions.DelayedError(_TWICE, len(needs))(*needs)
+        return torch._C._functions.DelayedError(_DIFFERENTIATED_TWICE, len(needs))(*needs)
 
     return once

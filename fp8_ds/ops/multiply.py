@@ -63,7 +63,7 @@ def _multiply_on_device(x: Tensor, factor: Tensor) -> None:
 _multiply = register("multiply(Tensor(a!) x, Tensor factor) -> ()", _multiply_on_device, lambda x, factor: None)
 
 
-def takes(x: Tensor, factor: Tensor) -> bool:
+def can_multiply(x: Tensor, factor: Tensor) -> bool:
     """Whether `multiply_` takes these."""
     return (
         x.dtype in _DTYPES
@@ -86,7 +86,7 @@ def multiply_(x: Tensor, factor: Tensor) -> None:
     Raises:
         ValueError: arguments other than these.
     """
-    if not takes(x, factor):
+    if not can_multiply(x, factor):
         raise ValueError(
             f"x, factor: expected bf16, fp16 or fp32 without gaps and one float32 on its device, got {x.dtype} "
             f"{tuple(x.shape)} with strides {x.stride()} on {x.device} and {factor.dtype} {tuple(factor.shape)} on "

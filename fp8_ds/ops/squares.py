@@ -66,10 +66,8 @@ class SumOfSquares:
         Args:
             tensors: at least one tensor, all on one device, none empty.
         """
-        takes_kernel = HAS_TRITON and all(
-            x.is_cuda and x.dtype in _KERNEL_DTYPES and x.is_contiguous() for x in tensors
-        )
-        if not takes_kernel:
+        use_triton = HAS_TRITON and all(x.is_cuda and x.dtype in _KERNEL_DTYPES and x.is_contiguous() for x in tensors)
+        if not use_triton:
             return torch.stack(list(torch._foreach_norm(list(tensors), 2, dtype=torch.float32))).square().sum()
         with torch.cuda.device_of(tensors[0]):  # Triton launches on the current device
             return sum_of_squares(tensors, self._launches)

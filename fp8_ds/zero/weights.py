@@ -19,7 +19,7 @@ from fp8_ds.comm.logged import max_reduce
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.numerics.masters import MasterFormat, encode
 from fp8_ds.ops.quantize import quantize, quantize_part
-from fp8_ds.ops.quantize.parts import CastPart, PartsCast
+from fp8_ds.ops.quantize.multi_tensor import MultiTensorQuantize, QuantizePart
 from fp8_ds.optim.states import CHUNK
 from fp8_ds.scaling.delayed import AmaxHistory
 from fp8_ds.scaling.granularity import TENSOR, Granularity
@@ -88,7 +88,7 @@ class WeightQuantizer:
         self._scale_at = torch.cat([torch.empty(0, dtype=torch.long), *places]).to(device)
         self._parts: list[tuple[int, Part]] = []
         self._at = torch.empty(0, dtype=torch.long, device=device)
-        self._cast: PartsCast | None = None
+        self._cast: MultiTensorQuantize | None = None
 
     def _grids(self, vector: Tensor, starts: list[int]) -> list[Tensor]:
         """Return each weight's grid as a view of a vector, with a version counter of its own."""
@@ -129,7 +129,7 @@ class WeightQuantizer:
         self._scales.index_copy_(0, self._scale_at, scale)
         self._scales_inv.index_copy_(0, self._scale_at, scale_inv)
         if self._cast is None:
-            self._cast = PartsCast([self._cast_part(index, part) for index, part in self._parts], E4M3)
+            self._cast = MultiTensorQuantize([self._cast_part(index, part) for index, part in self._parts], E4M3)
         self._cast()
         if self.history is not None and is_step:
             self.history.update(self._amax[self._num_scales :])
@@ -161,11 +161,11 @@ class WeightQuantizer:
         """Return the rows and columns of weight `index` that share a scale, if not all do."""
         return self.granularity.block[0] or 1, self.granularity.block[1] or self._shapes[index][1]
 
-    def _cast_part(self, index: int, part: Part) -> CastPart:
+    def _cast_part(self, index: int, part: Part) -> QuantizePart:
         grid = self.scale[index]
         if self.granularity == TENSOR:
-            return CastPart(part.source, part.shard, grid)
-        return CastPart(part.source, part.shard, grid, part.start, self._shapes[index][1], self._block(index))
+            return QuantizePart(part.source, part.shard, grid)
+        return QuantizePart(part.source, part.shard, grid, part.start, self._shapes[index][1], self._block(index))
 
 
 def aligned_starts(sizes: Sequence[int], alignment: int) -> list[int]:

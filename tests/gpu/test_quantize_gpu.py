@@ -11,7 +11,6 @@ from support.waits import host_waits
 from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.ops.quantize import (
     PLANES,
-    amax,
     quantize,
     quantize_colwise_t,
     quantize_delayed_planes,
@@ -22,7 +21,7 @@ from fp8_ds.ops.quantize import (
     quantize_tensorwise_planes,
     record_amax,
 )
-from fp8_ds.ops.quantize.parts import CastPart, PartsCast
+from fp8_ds.ops.quantize.multi_tensor import MultiTensorQuantize, QuantizePart
 from fp8_ds.ops.transpose import transpose
 from fp8_ds.testing import assert_bitwise
 
@@ -50,6 +49,12 @@ def assert_equal(expected, got):
 
 def matrix(num_rows, num_cols, dtype=torch.bfloat16):
     return many_scales("per_tile", num_rows, num_cols, seed=num_rows).to(dtype)
+
+
+def amax(x):
+    measured = torch.zeros((), device=x.device)
+    record_amax(x, measured)
+    return measured
 
 
 def check(function, *args, **keys):
@@ -287,10 +292,10 @@ def test_parts_of_many_matrices_cast_at_once_equal_reference_and_touch_nothing_e
                 )
                 around += [before, after]
                 rest = start, shape[1], block or (1, 1)
-                parts.append(CastPart(x.to(device)[start:end], memory.view(fmt.dtype), grid.to(device), *rest))
-    cast = PartsCast(on_gpu, fmt)
+                parts.append(QuantizePart(x.to(device)[start:end], memory.view(fmt.dtype), grid.to(device), *rest))
+    cast = MultiTensorQuantize(on_gpu, fmt)
     assert len(cast._launches) == 6
-    PartsCast(on_cpu, fmt)()
+    MultiTensorQuantize(on_cpu, fmt)()
     with host_waits() as waits:
         cast()
     assert waits.names == []

@@ -19,7 +19,7 @@ from fp8_ds.ops._register import is_on_cuda, register_pair
 __all__ = ["dequantize", "quantize"]
 
 
-def _takes_kernel(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> bool:
+def _use_triton(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> bool:
     return all(is_on_cuda(x) and x.dtype == torch.bfloat16 and x.stride(-1) == 1 for x in (q, k, v))
 
 
@@ -34,7 +34,7 @@ _quantize_op = register_pair(
     "SymInt max_seqlen_q, SymInt max_seqlen_k, bool hadamard) -> (Tensor, Tensor, Tensor, Tensor)",
     reference.quantize,
     _fake_quantize,
-    takes_kernel=_takes_kernel,
+    use_triton=_use_triton,
 )
 _dequantize_op = register_pair(
     "attention_dequantize(Tensor x_fp8, Tensor scale_inv, Tensor? cu_seqlens, SymInt max_seqlen) -> Tensor",

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from fp8_ds.attention.heads.reference import rotation_matrices
 from fp8_ds.numerics.formats import E4M3
-from fp8_ds.ops._device import decode, magnitude, record_amax, to_bf16, to_float
+from fp8_ds.ops._device import decode, magnitude, record_amax, runs_ptx, to_bf16, to_float
 from fp8_ds.ops._device import quantize as cast_to_codes
 from fp8_ds.ops._launch import ceil_div
 from fp8_ds.ops.blockwise.kernel import _scales as pow2_scales
-from fp8_ds.ops.transpose.triton import runs_ptx
 
 _E4M3_MAX = tl.constexpr(E4M3.max)
 _E4M3_MAX_BITS = tl.constexpr(0x43E00000)

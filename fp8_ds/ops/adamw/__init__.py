@@ -15,9 +15,9 @@ from torch import Tensor
 from fp8_ds.numerics.masters import MasterFormat, decode
 from fp8_ds.ops._register import triton_of
 from fp8_ds.ops.adamw import reference
-from fp8_ds.ops.adamw.shards import AdamShard, Hyper, StepInputs
-
-__all__ = ["AdamShard", "AdamStep", "Hyper", "StepInputs", "decode_master", "prepare"]
+from fp8_ds.ops.adamw.shards import AdamShard as AdamShard
+from fp8_ds.ops.adamw.shards import Hyper as Hyper
+from fp8_ds.ops.adamw.shards import StepInputs as StepInputs
 
 _DECODED_DTYPES = (torch.bfloat16, torch.float32)
 
@@ -68,7 +68,7 @@ def decode_master(hi: Tensor, lo: Tensor, fmt: MasterFormat, scale_inv: Tensor |
     if not hi.numel() == lo.numel() == out.numel():
         raise ValueError(
             f"out: expected {hi.numel()} elements, as many as both parts have, got {lo.numel()} low parts and "
-            f"{out.numel()} to write. Cut them alike."
+            f"{out.numel()} to write. Shard all three alike."
         )
     tensors = (hi, lo, out) if scale_inv is None else (hi, lo, out, scale_inv)
     is_dense = all(x.is_cuda and x.device == out.device and x.is_contiguous() for x in tensors)

@@ -191,7 +191,7 @@ def adamw_kernel(
     grad_at += lanes
     m_scale_at = m_scale_ptr + begin + rows
     v_scale_at = v_scale_ptr + begin + rows
-    # Elements count from the weight's first; groups of 128 do too, so no shard's head cuts the eight of a hash.
+    # Elements count from the weight's first; groups of 128 do too, so no shard's head splits the eight of a hash.
     octets = rows[:, None] * (_GROUP // _SHARED) + tl.arange(0, _GROUP // _SHARED)[None, :]
     keys = octets.to(tl.uint32) * _WEYL
     first_octet = ((start - head + offset) // _SHARED).to(tl.uint32)

@@ -61,20 +61,6 @@ def unclamped_update(shard: AdamShard, grad: Tensor, w: Tensor, inputs: StepInpu
     m_code, root_code = _codes(shard)
     m_factor = _per_element(row[Hyper.BETA1] * shard.m_scale_inv, shard)
     v_factor = _per_element(row[Hyper.BETA2] * (shard.v_scale_inv * shard.v_scale_inv), shard)
-    return update_of(g, m_code, root_code, m_factor, v_factor, row)
-
-
-def update_of(
-    g: Tensor, m_code: Tensor, root_code: Tensor, m_factor: Tensor, v_factor: Tensor, row: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the results of `unclamped_update`, in the shape of `g`.
-
-    Args:
-        g: float32, the gradient as Adam sees it.
-        m_code, root_code: moments without their scales.
-        m_factor, v_factor: `beta1 * m_scale_inv`, `beta2 * v_scale_inv**2`; broadcast.
-        row: row of the hyperparameters; its columns broadcast.
-    """
     m = m_code * m_factor + row[Hyper.ONE_MINUS_BETA1] * g
     v = (root_code * root_code) * v_factor + row[Hyper.ONE_MINUS_BETA2] * (g * g)
     root = v.clamp(min=SMALLEST_V).double().sqrt().float()  # torch's float32 root is not correctly rounded on CPU
@@ -116,13 +102,6 @@ def _codes(shard: AdamShard) -> tuple[Tensor, Tensor]:
 
 def _per_element(of_group: Tensor, shard: AdamShard) -> Tensor:
     return from_groups(of_group[:, None].expand(-1, GROUP), shard.numel, shard.start)
-
-
-def read_moments(shard: AdamShard) -> tuple[Tensor, Tensor]:
-    """Return (m, sqrt(v)): float32 [numel]."""
-    m = dequantize_m(shard.m.view(-1, GROUP), shard.m_scale_inv)
-    root = dequantize_root(shard.v.view(-1, GROUP), shard.v_scale_inv)
-    return from_groups(m, shard.numel, shard.start), from_groups(root, shard.numel, shard.start)
 
 
 def write_moments(shard: AdamShard, m: Tensor, root: Tensor, inputs: StepInputs) -> None:

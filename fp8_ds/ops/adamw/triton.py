@@ -17,10 +17,10 @@ from torch import Tensor
 
 from fp8_ds.numerics import moments, rounding
 from fp8_ds.numerics.masters import MasterFormat
+from fp8_ds.ops._device import runs_ptx
 from fp8_ds.ops._launch import ceil_div
 from fp8_ds.ops.adamw.kernel import COLUMNS, TABLE_WIDTH, adamw_kernel, decode_kernel
 from fp8_ds.ops.adamw.shards import AdamShard, StepInputs
-from fp8_ds.ops.transpose.triton import runs_ptx
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8_ds.ops._device import decode, encode_four
+from fp8_ds.ops._device import decode, encode_four, runs_ptx
 from fp8_ds.ops._launch import ceil_div, launch
 from fp8_ds.ops.align import ratios
 from fp8_ds.ops.transpose.triton import (
@@ -16,7 +16,6 @@ from fp8_ds.ops.transpose.triton import (
     VECTORS,
     WORDS,
     load_word,
-    runs_ptx,
     store_columns,
     transpose_words,
 )

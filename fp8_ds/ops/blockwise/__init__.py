@@ -20,20 +20,7 @@ from torch import Tensor
 from fp8_ds.numerics.formats import BY_NAME, E4M3, Float8Format
 from fp8_ds.ops._register import register_pair
 from fp8_ds.ops.blockwise import reference
-from fp8_ds.ops.blockwise.reference import BLOCK
-
-__all__ = [
-    "BLOCK",
-    "BlockwisePlanes",
-    "block_amax",
-    "check_groups",
-    "dequantize_groupwise",
-    "num_blocks",
-    "quantize_blockwise",
-    "quantize_groupwise",
-    "shard_block_amax",
-    "transpose_blockwise",
-]
+from fp8_ds.ops.blockwise.reference import BLOCK as BLOCK
 
 Planes = Literal["row", "col", "both"]
 PLANES: tuple[Planes, ...] = ("row", "col", "both")
@@ -196,7 +183,7 @@ def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
 def shard_block_amax(shard: Tensor, start: int, shape: tuple[int, int], block: tuple[int, int]) -> Tensor:
     """Compute `block_amax` of the part of a row-major weight that a ZeRO shard holds; other blocks are 0.
 
-    The maximum over all shards of a weight is the block_amax of the whole, wherever the shards' edges cut its blocks:
+    The maximum over all shards of a weight is the block_amax of the whole, wherever the shards' edges split its blocks:
     flattened, the grids of all weights go into the one vector that ZeRO reduces per step.
 
     Args:
@@ -213,7 +200,7 @@ def shard_block_amax(shard: Tensor, start: int, shape: tuple[int, int], block: t
     if start < 0 or start + shard.numel() > shape[0] * shape[1]:
         raise ValueError(
             f"shard: expected elements of [0, {shape[0] * shape[1]}) of a weight {tuple(shape)}, got "
-            f"[{start}, {start + shard.numel()}). Cut the padding off before."
+            f"[{start}, {start + shard.numel()}). Remove the padding first."
         )
     amax: Tensor = _block_amax(shard, start, shape[0], shape[1], block[0])
     return amax

@@ -10,13 +10,13 @@ import struct
 import torch
 from torch import Tensor
 
+from fp8_ds.ops._device import runs_ptx
 from fp8_ds.ops._launch import ceil_div, launch
 from fp8_ds.ops._tiles import as_words, is_even
 from fp8_ds.ops.blockwise import empty_planes, num_blocks
 from fp8_ds.ops.blockwise.kernel import block_amax_kernel, dequantize_kernel, quantize_kernel, transpose_kernel
 from fp8_ds.ops.blockwise.pairs_kernel import quantize_pairs_kernel
 from fp8_ds.ops.blockwise.reference import BLOCK
-from fp8_ds.ops.transpose.triton import runs_ptx
 
 WARPS = {"row": 2, "tile": 4, "amax": 8, "dequantize": 4}
 """Warps per program, by what it makes. 16 elements a thread and row are one vector of FP8: 4 warps hold a 128x128 tile
@@ -35,8 +35,8 @@ DEQUANTIZE_ROWS = 32
 def _has_pairs(x: Tensor) -> bool:
     """Whether `x` consists of whole tiles whose rows can be read as words of two."""
     num_rows, num_cols = x.shape
-    is_cut_in_pairs = x.stride(0) % 2 == 0 and x.storage_offset() % 2 == 0 and x.data_ptr() % 4 == 0
-    return x.dtype == torch.bfloat16 and is_even(num_rows, num_cols, _TILE_QUARTER) and is_cut_in_pairs
+    is_aligned = x.stride(0) % 2 == 0 and x.storage_offset() % 2 == 0 and x.data_ptr() % 4 == 0
+    return x.dtype == torch.bfloat16 and is_even(num_rows, num_cols, _TILE_QUARTER) and is_aligned
 
 
 def _bits(number: float) -> int:

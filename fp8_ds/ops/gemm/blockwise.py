@@ -14,8 +14,8 @@ Requirements of torch and cuBLASLt on CUDA, and what `_torch_scaled_mm` makes of
   padding before pytorch/pytorch#166752. torch 2.13's own fake, `torch/_meta_registrations.py` 7427-7441, floors K / 128
   and N / 128: harmless here, where an op of our own with its own fake surrounds it.
 - Scales start at multiples of 16 bytes, M and N are multiples of 4 (cuBLAS 3.1.4.5.1), and all dims of FP8 operands of
-  16 ("To use tensor- or block-scaled FP8 kernels", cublasLtMatmul). Padding rows are cut off the result; K is padded to
-  whole blocks.
+  16 ("To use tensor- or block-scaled FP8 kernels", cublasLtMatmul). Padding rows are removed from the result; K is
+  padded to whole blocks.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def can_run(device: torch.device) -> bool:
     return capability >= (9, 0) and capability[0] != 12
 
 
-def _takes_kernel(x: Tensor, *_: Any) -> bool:
+def _use_triton(x: Tensor, *_: Any) -> bool:
     """Whether Triton computes it, also without elements: the reference would wait for the host."""
     return x.is_cuda
 
@@ -53,13 +53,13 @@ _rows = register_pair(
     lambda a, b, ends, scale_inv_a, scale_inv_b, out_dtype, fast: a.new_empty(
         (a.shape[0], b.shape[1]), dtype=out_dtype
     ),
-    takes_kernel=_takes_kernel,
+    use_triton=_use_triton,
 )
 _columns = register_pair(
     "grouped_columns(Tensor x, Tensor ends) -> Tensor",
     reference.columns,
     lambda x, ends: x.new_empty((x.shape[1], num_columns(x.shape[0], ends.shape[0]))),
-    takes_kernel=_takes_kernel,
+    use_triton=_use_triton,
 )
 _matrices = register_pair(
     "grouped_columns_by_columns(Tensor a_t, Tensor b_t, Tensor ends, Tensor scale_inv_a, Tensor scale_inv_b, "
@@ -68,7 +68,7 @@ _matrices = register_pair(
     lambda a_t, b_t, ends, scale_inv_a, scale_inv_b, out_dtype, fast: a_t.new_empty(
         (ends.shape[0], a_t.shape[0], b_t.shape[0]), dtype=out_dtype
     ),
-    takes_kernel=_takes_kernel,
+    use_triton=_use_triton,
 )
 
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fp8_ds.ops._device import runs_ptx
 from fp8_ds.ops._launch import ceil_div, launch, num_processors
 from fp8_ds.ops.grouped import kernel
 from fp8_ds.ops.grouped.reference import GROUP_BLOCK, num_columns
-from fp8_ds.ops.transpose.triton import NUM_WARPS, VECTORS, WORDS, runs_ptx
+from fp8_ds.ops.transpose.triton import NUM_WARPS, VECTORS, WORDS
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def rows_by_matrices(
         return torch.zeros(num_rows, num_cols, dtype=out_dtype, device=a.device)
     out = torch.empty(num_rows, num_cols, dtype=out_dtype, device=a.device)
     tiles = tiles or rows_tiles(num_cols, num_inner, out_dtype, fast)
-    # Each group's last tile is cut off, and so is that of the rows behind them.
+    # The last tile of each group may be ragged, and so may that of the rows behind them.
     most = (num_rows // tiles.rows + min(num_groups + 1, num_rows)) * ceil_div(num_cols, tiles.cols)
     launch(
         kernel.rows_kernel,

@@ -46,15 +46,14 @@ def _fp8_planes(x: Tensor, dtype: torch.dtype, planes: str) -> tuple[Tensor, Ten
     return none if planes == "col" else _fp8(x, dtype), none if planes == "row" else _fp8_t(x, dtype)
 
 
-def _takes_kernel(x: Tensor, *_: Any) -> bool:
+def _use_triton(x: Tensor, *_: Any) -> bool:
     return is_on_cuda(x) and x.is_contiguous() and x.dtype in KERNEL_DTYPES
 
 
 def _op(schema: str, plain: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    return register_pair(schema, plain, fake, takes_kernel=_takes_kernel)
+    return register_pair(schema, plain, fake, use_triton=_use_triton)
 
 
-_amax = _op("amax(Tensor x) -> Tensor", reference.amax, _scalar)
 _record_amax = _op(
     "record_amax(Tensor x, Tensor(a!) amax_local) -> ()", reference.record_amax, lambda x, amax_local: None
 )
@@ -62,7 +61,7 @@ _quantize = register_pair(
     "quantize(Tensor x, Tensor scale, ScalarType dtype, float fp8_max) -> Tensor",
     reference.quantize,
     lambda x, scale, dtype, fp8_max: _fp8(x, dtype),
-    takes_kernel=lambda x, scale, *_: _takes_kernel(x) and scale.dim() == 0,
+    use_triton=lambda x, scale, *_: _use_triton(x) and scale.dim() == 0,
 )
 _quantize_part = _op(
     "quantize_part(Tensor x, Tensor grid, SymInt start, SymInt num_cols, SymInt block_rows, SymInt block_cols, "
@@ -71,7 +70,7 @@ _quantize_part = _op(
     lambda x, grid, start, num_cols, block_rows, block_cols, dtype, fp8_max: _fp8(x, dtype),
 )
 _quantize_parts = register_pair(
-    "quantize_parts(Tensor table, Tensor program_parts, Tensor[] xs, Tensor(a!)[] outs, Tensor[] grids, int[] cuts, "
+    "quantize_parts(Tensor table, Tensor program_parts, Tensor[] xs, Tensor(a!)[] outs, Tensor[] grids, int[] places, "
     "bool has_one_scale, bool is_vector, float fp8_max) -> ()",
     reference.quantize_parts,
     lambda *_: None,
@@ -165,19 +164,6 @@ def _check_planes(planes: str) -> None:
 
 def _named(row_plane: Tensor, col_plane: Tensor, planes: str) -> tuple[Tensor | None, Tensor | None]:
     return None if planes == "col" else row_plane, None if planes == "row" else col_plane
-
-
-def amax(x: Tensor) -> Tensor:
-    """Return the largest magnitude of `x`, in one read.
-
-    Args:
-        x: bf16, fp16 or fp32, any shape and layout.
-
-    Returns:
-        float32, 0-dim; 0 for an empty tensor; NaN or infinity if `x` holds one.
-    """
-    measured: Tensor = _amax(x)
-    return measured
 
 
 def quantize(x: Tensor, scale: Tensor, fmt: Float8Format) -> Tensor:

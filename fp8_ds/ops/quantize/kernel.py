@@ -26,7 +26,7 @@ from fp8_ds.ops._tiles import (
     tile_corner,
     tile_masks,
 )
-from fp8_ds.ops.quantize.parts import TABLE_COLUMNS
+from fp8_ds.ops.quantize.multi_tensor import TABLE_COLUMNS
 from fp8_ds.ops.transpose.triton import store_word
 
 _E4M3_MAX, _E5M2_MAX = tl.constexpr(E4M3.max), tl.constexpr(E5M2.max)
@@ -187,7 +187,7 @@ def parts_kernel(
     """Quantize many tensors; a program for 4 * WORDS elements of part `program_parts[i]`, a row of `table`.
 
     Args:
-        table: int64 [num_parts, len(TABLE_COLUMNS)], see parts.py.
+        table: int64 [num_parts, len(TABLE_COLUMNS)], see multi_tensor.py.
         DTYPE: dtype of all sources.
         ONE_GRID: each part has one scale.
         ONE_SCALE: as in `part_kernel`.

@@ -46,7 +46,7 @@ def quantize_parts(
     xs: Sequence[Tensor],
     outs: Sequence[Tensor],
     grids: Sequence[Tensor],
-    cuts: Sequence[int],
+    places: Sequence[int],
     has_one_scale: bool,
     is_vector: bool,
     fp8_max: float,
@@ -54,11 +54,11 @@ def quantize_parts(
     """Quantize each of `xs` into its `outs`, by `quantize` where its grid is 0-dim, else by `quantize_part`.
 
     Args:
-        table, program_parts, has_one_scale, is_vector: for the kernel, see parts.py.
-        cuts: start, num_cols, block_rows and block_cols of each.
+        table, program_parts, has_one_scale, is_vector: for the kernel, see multi_tensor.py.
+        places: start, num_cols, block_rows and block_cols of each.
     """
     for k, (x, out, grid) in enumerate(zip(xs, outs, grids, strict=True)):
-        start, num_cols, block_rows, block_cols = cuts[4 * k : 4 * k + 4]
+        start, num_cols, block_rows, block_cols = places[4 * k : 4 * k + 4]
         for source, target in zip(x.split(_CHUNK), out.split(_CHUNK), strict=True):
             if grid.dim() == 0:
                 target.copy_(quantize(source, grid, out.dtype, fp8_max))

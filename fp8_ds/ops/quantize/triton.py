@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8_ds.ops._device import runs_ptx
 from fp8_ds.ops._launch import ceil_div, launch, num_processors
 from fp8_ds.ops._tiles import as_words, num_tiles, tile_options
 from fp8_ds.ops.quantize import kernel
-from fp8_ds.ops.quantize.parts import PROGRAM
-from fp8_ds.ops.transpose.triton import runs_ptx
+from fp8_ds.ops.quantize.multi_tensor import PROGRAM
 
 _ALIGNMENT = 16
 _TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -79,12 +79,6 @@ def _launch_amax(x: Tensor, out: Tensor, num_programs: int, *, atomic: bool) -> 
         PTX=runs_ptx(x),
         num_warps=AMAX_WARPS,
     )
-
-
-def amax(x: Tensor) -> Tensor:
-    measured = torch.zeros((), dtype=torch.float32, device=x.device)
-    record_amax(x, measured)
-    return measured
 
 
 def record_amax(x: Tensor, amax_local: Tensor) -> None:
@@ -168,12 +162,12 @@ def quantize_parts(
     xs: Sequence[Tensor],
     outs: Sequence[Tensor],
     grids: Sequence[Tensor],
-    cuts: Sequence[int],
+    places: Sequence[int],
     has_one_scale: bool,
     is_vector: bool,
     fp8_max: float,
 ) -> None:
-    """Launch once; `table` has what `cuts` and the addresses say, and `is_vector` holds for every part."""
+    """Launch once; `table` has what `places` and the addresses say, and `is_vector` holds for every part."""
     launch(
         kernel.parts_kernel,
         len(program_parts),
@@ -269,12 +263,12 @@ def quantize_delayed_planes(
     fp8_max: float,
     planes: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    spoiled = scale_inv.clone()
+    out_scale_inv = scale_inv.clone()
     recorded = amax_local if record else None
     row_plane, col_plane = _cast_planes(
-        x, dtype, kernel.DELAYED.value, planes, scale=scale, scale_inv=spoiled, amax_local=recorded
+        x, dtype, kernel.DELAYED.value, planes, scale=scale, scale_inv=out_scale_inv, amax_local=recorded
     )
-    return row_plane, col_plane, spoiled
+    return row_plane, col_plane, out_scale_inv
 
 
 def quantize_rowwise(x: Tensor, fold: Tensor | None, dtype: torch.dtype, fp8_max: float) -> tuple[Tensor, Tensor]:

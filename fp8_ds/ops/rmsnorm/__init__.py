@@ -21,8 +21,6 @@ from fp8_ds.ops._producer import Fp8Output, Scaling, check_rows, empty_output, m
 from fp8_ds.ops._register import register_pair
 from fp8_ds.ops.rmsnorm import reference
 
-__all__ = ["MAX_COLS", "Fp8Output", "Rounding", "rmsnorm", "rmsnorm_backward"]
-
 MAX_COLS = 32768
 """Most columns: a row stays in the registers of one program, 32 elements for each of its 1024 threads."""
 

@@ -8,12 +8,11 @@ import torch
 import triton
 from torch import Tensor
 
-from fp8_ds.ops import _device as device
+from fp8_ds.ops._device import AMAX, FROM_AMAX, GIVEN, ROWWISE, runs_ptx
 from fp8_ds.ops._launch import ceil_div, launch, num_processors
 from fp8_ds.ops._producer import empty_output
 from fp8_ds.ops.rmsnorm.kernel import rmsnorm_backward_kernel, rmsnorm_kernel, rmsnorm_rows_kernel, sum_partials_kernel
 from fp8_ds.ops.rmsnorm.reference import PARTIAL_LANES, rows_per_partial
-from fp8_ds.ops.transpose.triton import runs_ptx
 
 _PER_THREAD, _PER_THREAD_BACKWARD = 32, 16
 _AHEAD_WARPS, _BACKWARD_WARPS = 16, 16
@@ -67,7 +66,7 @@ def rmsnorm(
     constants |= {"PTX": runs_ptx(x), "enable_fp_fusion": False}
     if mode == "tensorwise":
         amax = torch.zeros((), dtype=torch.float32, device=x.device)
-        for kernel_mode in (device.AMAX, device.FROM_AMAX):
+        for kernel_mode in (AMAX, FROM_AMAX):
             launch(
                 rmsnorm_kernel, num_rows, *tensors, found, amax, num_cols, x.stride(0), eps, MODE=kernel_mode,
                 num_warps=num_warps, **constants,
@@ -88,7 +87,7 @@ def rmsnorm(
         num_cols,
         x.stride(0),
         eps,
-        MODE=device.GIVEN if mode == "given" else device.ROWWISE,
+        MODE=GIVEN if mode == "given" else ROWWISE,
         RECORD=amax_local is not None,
         **constants,
         **options,

@@ -24,17 +24,6 @@ from fp8_ds.ops._register import register_pair
 from fp8_ds.ops.blockwise import check_groups
 from fp8_ds.ops.swiglu import reference
 
-__all__ = [
-    "Fp8Output",
-    "swiglu",
-    "swiglu_backward",
-    "swiglu_backward_and_columns",
-    "swiglu_backward_kept",
-    "swiglu_backward_packed",
-    "swiglu_backward_to_fp8",
-    "swiglu_columns",
-]
-
 _Factor = Tensor | tuple[Tensor, Tensor]
 """Input bf16 [T, F], rows without gaps, any stride between them; or the result of `ops.blockwise.quantize_groupwise`
 for it, which is read as its dequantised values."""
@@ -94,7 +83,7 @@ _backward_and_columns = register_pair(
 )
 
 
-def _parts(gate: _Factor, up: _Factor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def _values_and_scales(gate: _Factor, up: _Factor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Check gate and up; return the values of both and the scales of both."""
     if isinstance(gate, tuple) and isinstance(up, tuple):
         check_groups("gate", *gate)
@@ -220,7 +209,7 @@ def swiglu_columns(
         up: the same.
         amax: float32, 0-dim, as `swiglu` measured it of the same tensors: "tensorwise" then reads them only once.
     """
-    values = _parts(gate, up)
+    values = _values_and_scales(gate, up)
     mode, (slot,) = _one_scale_each(scaling)
     found: tuple[Tensor, Tensor] = _columns(*values, mode, *slot[:2], amax, fmt.torch_dtype, fmt.max)
     return found
@@ -238,7 +227,7 @@ def swiglu_backward_kept(
     Returns:
         (grad_gate, grad_up, amax of the product for `swiglu_columns`, float32, 0-dim; None: not tensorwise).
     """
-    values = _parts(gate, up)
+    values = _values_and_scales(gate, up)
     check_rows("grad_hidden", grad_hidden, values[0])
     mode, (of_gate, of_up) = _one_scale_each(*scalings)
     formats = (fmt.torch_dtype, fmt.max) * 2

@@ -6,16 +6,15 @@ import torch
 import triton
 from torch import Tensor
 
-from fp8_ds.ops import _device as device
+from fp8_ds.ops._device import AMAX, FROM_AMAX, GIVEN, ROWWISE, runs_ptx
 from fp8_ds.ops._launch import ceil_div, launch
 from fp8_ds.ops._producer import SlotTensors, empty_amax, empty_output
 from fp8_ds.ops._tiles import as_words, num_tiles, tile_options
 from fp8_ds.ops.swiglu.columns_kernel import swiglu_backward_and_columns_kernel, swiglu_columns_kernel
 from fp8_ds.ops.swiglu.kernel import BF16, swiglu_backward_kernel, swiglu_kernel
 from fp8_ds.ops.swiglu.reference import SixTensors, empty_gradients
-from fp8_ds.ops.transpose.triton import runs_ptx
 
-_MODES = {"given": [device.GIVEN], "rowwise": [device.ROWWISE], "tensorwise": [device.AMAX, device.FROM_AMAX]}
+_MODES = {"given": [GIVEN], "rowwise": [ROWWISE], "tensorwise": [AMAX, FROM_AMAX]}
 _BLOCK = 2048
 """Columns of a program, where it needs no whole row."""
 
@@ -32,7 +31,7 @@ _BOTH_QUARTER, _BOTH_WARPS = 8, 4
 columns alone (benchmarks/results/2026-11-23-kernels-tune-beside.json)."""
 
 
-def _cut(mode: str, num_cols: int, with_hp: bool) -> dict[str, int]:
+def _forward_options(mode: str, num_cols: int, with_hp: bool) -> dict[str, int]:
     """Choose how programs share the columns in forward: BLOCK columns each (FITS: no more are needed), and their warps.
 
     Rowwise, the limit of registers a thread gives a multiprocessor three programs of a row of 16384, of which one loads
@@ -230,7 +229,7 @@ def _product(
             FP8_MAX=fp8_max,
             PTX=runs_ptx(gate),
             enable_fp_fusion=False,
-            **_cut(mode, num_cols, with_hp),
+            **_forward_options(mode, num_cols, with_hp),
         )
 
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8_ds.ops._device import runs_ptx
 from fp8_ds.ops._launch import ceil_div, launch
 
 TRANSPOSE_WORDS = """{
@@ -99,7 +100,7 @@ def transpose_words(a, b, c, d, PTX: tl.constexpr):
             pack=1,
         )
     else:
-        # Blocks of 2 x 2 first, then of 4 x 4. Arithmetic shifts drag the sign along: the masks cut it off.
+        # Blocks of 2 x 2 first, then of 4 x 4. Arithmetic shifts drag the sign along: the masks clear it.
         ab_even = (a & 0x00FF00FF) | ((b & 0x00FF00FF) << 8)
         ab_odd = ((a >> 8) & 0x00FF00FF) | (b & ~0x00FF00FF)
         cd_even = (c & 0x00FF00FF) | ((d & 0x00FF00FF) << 8)
@@ -178,13 +179,8 @@ VECTORS, WORDS, NUM_WARPS = 4, 32, 1
 """Tile of a program: 64 rows, 128 columns. One warp reads 128 bytes of each row and writes 64 of each column."""
 
 
-def runs_ptx(x: Tensor) -> bool:
-    """Whether kernels on the device of `x` take their PTX blocks, or the plain formulas beside them."""
-    return x.is_cuda and torch.version.hip is None
-
-
 def transpose(x: Tensor) -> Tensor:
-    """Triton version of `reference.transpose`, for at least one element; on CPU only under Triton's interpreter."""
+    """Triton version of `transpose_reference`, for at least one element; on CPU only under Triton's interpreter."""
     *batch, num_rows, num_cols = x.shape
     out_t = torch.empty((*batch, num_cols, num_rows), dtype=x.dtype, device=x.device)
     num_programs = math.prod(batch) * ceil_div(num_rows, VECTORS * 16) * ceil_div(num_cols, WORDS * 4)

@@ -20,9 +20,9 @@ from torch import Tensor
 from fp8_ds.numerics import moments
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.numerics.masters import FP32
-from fp8_ds.numerics.moments import GROUP
+from fp8_ds.numerics.moments import GROUP, dequantize_root
 from fp8_ds.ops.adamw import AdamShard, Hyper, StepInputs, reference
-from fp8_ds.ops.adamw.reference import adamw_step, read_moments
+from fp8_ds.ops.adamw.reference import adamw_step
 
 ROWS, COLUMNS = 48, 256
 STEPS, COUNTED = 300, 40
@@ -247,7 +247,8 @@ def root_ratio_after_drop(
             grad = grad if step <= before else grad * factor
             v = beta2 * v + (1 - beta2) * grad.double().square()
             ours.update(grad, step, (0.9, beta2))
-    return read_moments(ours.shard)[1] / v.sqrt()
+    root = dequantize_root(ours.shard.v.view(-1, GROUP), ours.shard.v_scale_inv)
+    return root.view(-1)[:numel] / v.sqrt()
 
 
 @functools.cache

@@ -23,7 +23,7 @@ _ALIGNMENT = 16
 _WORD = 4
 
 
-class CastPart(NamedTuple):
+class QuantizePart(NamedTuple):
     """Elements of a flattened matrix [R, C], their destination and their scales.
 
     Args:
@@ -79,7 +79,7 @@ class CastPart(NamedTuple):
             )
 
 
-class PartsCast:
+class MultiTensorQuantize:
     """Cast of many parts: a call quantises every `x` into its `out`, to the bytes of `quantize` and `quantize_part`.
 
     The number of launches does not grow with the parts: there is one for each dtype of `x`, and others for parts that
@@ -93,7 +93,7 @@ class PartsCast:
         ValueError: a part is invalid, or its tensors have another dtype than `fmt`.
     """
 
-    def __init__(self, parts: Sequence[CastPart], fmt: Float8Format) -> None:
+    def __init__(self, parts: Sequence[QuantizePart], fmt: Float8Format) -> None:
         for part in parts:
             part.check()
             if part.out.dtype != fmt.torch_dtype:
@@ -106,7 +106,7 @@ class PartsCast:
 
     def _build(self) -> None:
         self._addresses = [part.addresses for part in self._parts]
-        kinds: dict[tuple[torch.dtype, bool, bool, bool], list[CastPart]] = {}
+        kinds: dict[tuple[torch.dtype, bool, bool, bool], list[QuantizePart]] = {}
         for part in self._parts:
             kind = (part.x.dtype, part.grid.dim() == 0, part.has_one_scale, part.is_vector)
             kinds.setdefault(kind, []).append(part)
@@ -123,11 +123,11 @@ class PartsCast:
 class _Launch:
     """Parts of one kind and their table on the device."""
 
-    def __init__(self, parts: list[CastPart]) -> None:
+    def __init__(self, parts: list[QuantizePart]) -> None:
         first = parts[0]
         self.is_vector, self.has_one_scale = first.is_vector, first.has_one_scale
         self.xs, self.outs, self.grids = ([part[k] for part in parts] for k in range(3))
-        self.cuts = [number for part in parts for number in (part.start, part.num_cols, *part.block)]
+        self.places = [number for part in parts for number in (part.start, part.num_cols, *part.block)]
         num_programs = [-(-part.x.numel() // PROGRAM) for part in parts]
         firsts = [0, *itertools.accumulate(num_programs)]
         table = torch.tensor([_row(part, at) for part, at in zip(parts, firsts, strict=False)], dtype=torch.int64)
@@ -137,11 +137,11 @@ class _Launch:
         self.table, self.program_parts = table.to(first.x.device), program_parts.to(first.x.device)
 
     def __call__(self, fmt: Float8Format) -> None:
-        lists = self.xs, self.outs, self.grids, self.cuts
+        lists = self.xs, self.outs, self.grids, self.places
         _quantize_parts(self.table, self.program_parts, *lists, self.has_one_scale, self.is_vector, fmt.max)
 
 
-def _row(part: CastPart, first_program: int) -> list[int]:
+def _row(part: QuantizePart, first_program: int) -> list[int]:
     values = {
         **dict(zip(_ADDRESSES, part.addresses, strict=True)),
         "numel": part.x.numel(),

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.ops.quantize import quantize, quantize_part
-from fp8_ds.ops.quantize.parts import CastPart, PartsCast
+from fp8_ds.ops.quantize.multi_tensor import MultiTensorQuantize, QuantizePart
 from fp8_ds.testing import assert_bitwise
 
 BLOCKS = {(6, 40): (1, 40), (130, 257): (128, 128), (3, 8): None}
@@ -22,7 +22,7 @@ def parts_of(dtype, fmt=E4M3):
         grid = torch.rand(size) + 0.5
         for start, end in ((0, x.numel()), (3, 17), (4, 4)):
             out = torch.zeros(end - start, dtype=fmt.dtype)
-            parts.append(CastPart(x[start:end], out, grid, start, shape[1], block or (1, 1)))
+            parts.append(QuantizePart(x[start:end], out, grid, start, shape[1], block or (1, 1)))
     return parts
 
 
@@ -36,14 +36,14 @@ def alone(part, fmt=E4M3):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_parts_have_the_bytes_that_each_has_by_itself(dtype, fmt):
     parts = parts_of(dtype, fmt)
-    PartsCast(parts, fmt)()
+    MultiTensorQuantize(parts, fmt)()
     for part in parts:
         assert_bitwise(part.out, alone(part, fmt))
 
 
 def test_a_call_takes_the_values_and_scales_of_its_time_and_finds_tensors_that_have_moved():
     parts = parts_of(torch.float32)
-    cast = PartsCast(parts, E4M3)
+    cast = MultiTensorQuantize(parts, E4M3)
     cast()
     tables = [launch.table for launch in cast._launches]
     cast()
@@ -72,17 +72,17 @@ class Names(TorchDispatchMode):
 
 @pytest.mark.parametrize("num", [1, 50])
 def test_any_number_of_aligned_parts_with_one_scale_each_is_one_operator(num):
-    parts = [CastPart(torch.randn(64), torch.zeros(64, dtype=E4M3.dtype), torch.tensor(2.0)) for _ in range(num)]
-    cast = PartsCast(parts, E4M3)
+    parts = [QuantizePart(torch.randn(64), torch.zeros(64, dtype=E4M3.dtype), torch.tensor(2.0)) for _ in range(num)]
+    cast = MultiTensorQuantize(parts, E4M3)
     with Names() as names:
         cast()
     assert names.found == ["fp8_ds::quantize_parts"]
-    assert not PartsCast([], E4M3)._launches
+    assert not MultiTensorQuantize([], E4M3)._launches
 
 
 def test_op_traces_with_its_fake():
-    for launch in PartsCast(parts_of(torch.bfloat16), E4M3)._launches:
-        lists = launch.xs, launch.outs, launch.grids, launch.cuts
+    for launch in MultiTensorQuantize(parts_of(torch.bfloat16), E4M3)._launches:
+        lists = launch.xs, launch.outs, launch.grids, launch.places
         arguments = (launch.table, launch.program_parts, *lists, launch.has_one_scale, launch.is_vector, E4M3.max)
         torch.library.opcheck(torch.ops.fp8_ds.quantize_parts.default, arguments, test_utils="test_faketensor")
 
@@ -101,7 +101,7 @@ def test_op_traces_with_its_fake():
     ],
 )
 def test_what_is_no_part_is_refused(changes, message):
-    part = CastPart(torch.zeros(8), torch.zeros(8, dtype=E4M3.dtype), torch.ones(()))
-    PartsCast([part], E4M3)
+    part = QuantizePart(torch.zeros(8), torch.zeros(8, dtype=E4M3.dtype), torch.ones(()))
+    MultiTensorQuantize([part], E4M3)
     with pytest.raises(ValueError, match=message):
-        PartsCast([part._replace(**changes)], E4M3)
+        MultiTensorQuantize([part._replace(**changes)], E4M3)
