@@ -13,7 +13,7 @@ from typing import Any
 import step_profile
 from results_io import dated_stem
 
-from fp8_ds.tools.compare.comparison import MEAN_BOUND, UPPER_BOUND, Paired
+from fp8_ds.tools.compare import MEAN_BOUND, UPPER_BOUND, Paired
 
 NAME = "training"
 """Of the files. Those of before 2026-11-28, "end-to-end" and "gpt-parity-...", have speed and loss apart."""

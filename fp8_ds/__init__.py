@@ -10,9 +10,8 @@ from importlib import import_module
 from typing import Any
 
 from fp8_ds.engine.install import install, is_installed, uninstall
-from fp8_ds.version import VERSION
 
-__version__ = VERSION
+__version__ = "0.1.0"
 
 _LAZY = {
     "CheckpointError": "fp8_ds.errors",

@@ -25,16 +25,18 @@ from typing import Any, NamedTuple
 import deepspeed
 import torch
 
+from fp8_ds import __version__
 from fp8_ds.checkpoint.contents import read_structure
-from fp8_ds.config import json_text
+from fp8_ds.config.explain import parse_json
 from fp8_ds.errors import CheckpointError, ConfigError, Fp8DsError
-from fp8_ds.version import VERSION
 
 MANIFEST = "fp8_ds_manifest.json"
 INCOMPLETE, REPLACED = ".incomplete", ".replaced"
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 GLOBAL_STATE = "zero/optimizer_state.pt"
 """File that universal checkpoints have, and others do not."""
+TENSORS = ("fp32.pt", "exp_avg.pt", "exp_avg_sq.pt")
+"""Files of a parameter in a universal checkpoint, within zero/NAME."""
 _NEXT, _LOCK = "latest.next", ".fp8_ds_lock"
 _FORMAT = 1
 _CHUNK_BYTES = 1 << 22
@@ -98,7 +100,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     path = folder / MANIFEST
     try:
         refuse_special([path])
-        content = json_text.parse(text := path.read_text(encoding="utf-8"))["content"]
+        content = parse_json(text := path.read_text(encoding="utf-8"))["content"]
         form, header = content["format"], dict(content["header"])
         if form != _FORMAT:
             by = header.get("fp8_ds")
@@ -130,7 +132,7 @@ def seal_universal(folder: Path, tag: str) -> Manifest:
 
 
 def versions() -> dict[str, str]:
-    return {"fp8_ds": VERSION, "deepspeed": deepspeed.__version__, "torch": torch.__version__}
+    return {"fp8_ds": __version__, "deepspeed": deepspeed.__version__, "torch": torch.__version__}
 
 
 class Save:

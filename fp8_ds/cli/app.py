@@ -7,18 +7,31 @@ written or removed, 4 an error that nobody foresaw. docs/cli.md says what "no" i
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
+from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fp8_ds.cli.common import EXIT_NO, Commands, JsonOption, argument, failures, show
-from fp8_ds.cli.compare import compare
-from fp8_ds.cli.convert import convert
-from fp8_ds.cli.doctor import doctor
+from fp8_ds import run
+from fp8_ds.cli.common import (
+    DECIMAL,
+    EXIT_NO,
+    Commands,
+    JsonOption,
+    argument,
+    console,
+    failures,
+    in_units,
+    read_config,
+    show,
+)
 from fp8_ds.cli.estimate import estimate
 from fp8_ds.cli.plan import plan
-from fp8_ds.tools import autoload
+
+if TYPE_CHECKING:
+    from fp8_ds.tools.doctor.diagnosis import Check
 
 app = typer.Typer(
     name="fp8-ds", cls=Commands, help="FP8 training for DeepSpeed.", no_args_is_help=True, add_completion=False
@@ -28,13 +41,19 @@ autoload_app = typer.Typer(
     "Exit codes: 0 done (status: on), 1 status: off or outdated, 2 wrong usage, 3 file error, 4 a defect.",
     no_args_is_help=True,
 )
-for command in (doctor, plan, estimate, compare, convert):
-    app.command()(command)
 app.add_typer(autoload_app, name="autoload")
 
 SiteDirOption = Annotated[
     Path | None, typer.Option("--site-dir", help="Folder of the .pth file. Default: this environment's site-packages.")
 ]
+
+
+_MARKS = {"ok": "ok", "warning": "look", "missing": "MISSING", "optional": "-"}
+_WORDS = {
+    "yes": "FP8 would be ON.",
+    "no": "FP8 would be OFF.",
+    "if": "FP8 would be OFF, unless the script loads it.",
+}
 
 
 @app.callback(invoke_without_command=True)
@@ -64,16 +83,175 @@ def _show_versions(as_json: bool) -> None:
         typer.echo("\n".join(f"{name} {value or 'not installed'}" for name, value in found.items()))
 
 
+@app.command()
+def doctor(
+    config: Annotated[
+        Path | None, typer.Option("--config", help="A DeepSpeed configuration: would FP8 be on with it?")
+    ] = None,
+    script: Annotated[
+        Path | None, typer.Option("--script", help="The training script, searched for an import of fp8_ds.")
+    ] = None,
+    world: Annotated[
+        int | None, typer.Option("--world", min=1, help="Ranks of the run: do the batch sizes fit them?")
+    ] = None,
+    probe: Annotated[bool, typer.Option("--probe/--no-probe", help="Multiply a matrix by each recipe.")] = True,
+    as_json: JsonOption = False,
+) -> None:
+    """GPU, versions, seams, attention, a product per recipe; with --config, whether FP8 is really on in that run.
+
+    Exit codes: 0 all that FP8 training needs is here (--config: FP8 would be on), 1 it is not, 2 wrong usage,
+    3 file error, 4 a defect.
+    """
+    from fp8_ds.errors import ConfigError
+    from fp8_ds.tools.doctor import diagnosis
+    from fp8_ds.tools.doctor.check_config import check_config
+
+    with failures(as_json):
+        for option, value in (("--script", script), ("--world", world)):
+            if value is not None and config is None:
+                raise ConfigError(f"{option}: expected --config beside it, got {value} alone. Name both.")
+        block = None if config is None else read_config(config)
+        found = diagnosis.checks()
+        found += diagnosis.probes() if probe else []
+        with argument("--script"):
+            verdict = None if block is None else check_config(block, script, found, world)
+    missing = [check for check in found if check.status == "missing"]
+    line = _WORDS[verdict.on] if verdict is not None else "All that FP8 training needs is here."
+    if verdict is None and missing:
+        line = f"FP8 training on this machine lacks: {', '.join(check.name for check in missing)}."
+    if as_json:
+        show(
+            {
+                "verdict": line,
+                "checks": [asdict(check) for check in found],
+                "can_train": not missing,
+                "config": verdict and asdict(verdict),
+            }
+        )
+    else:
+        _print_table(found)
+        remedies = verdict.remedies if verdict else [f"{check.name}: {check.remedy}." for check in missing]
+        reasons = [part.strip() for reason in (verdict.reasons if verdict else ()) for part in reason.splitlines()]
+        for text in (line, *(f"  {reason}" for reason in reasons), *(f"  to do: {remedy}" for remedy in remedies)):
+            typer.echo(text)
+    if missing if verdict is None else verdict.on != "yes":
+        raise typer.Exit(EXIT_NO)
+
+
+def _print_table(found: list[Check]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("", "what", "found", "to do")
+    for check in found:
+        table.add_row(_MARKS[check.status], check.name, escape(check.found), escape(check.remedy))
+    console().print(table)
+
+
+app.command()(plan)
+app.command()(estimate)
+
+
+@app.command()
+def compare(
+    runs: Annotated[
+        list[str], typer.Argument(help="The base, then others: [NAME=]PATH[,PATH...], a path for each seed.")
+    ],
+    column: Annotated[str | None, typer.Option("--column", help="Name of the loss, where it is not clear.")] = None,
+    last: Annotated[
+        float, typer.Option("--last", min=0.0, max=1.0, help="Share of the common steps, from the end, compared.")
+    ] = 0.1,
+    until: Annotated[int | None, typer.Option("--until", min=0, help="Leave later steps out.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Loss curves, their paired differences with 95 % intervals, and a verdict.
+
+    A path is a CSV, JSON lines, trainer_state.json, a TensorBoard event file, or a folder with one of them. Parity: the
+    mean difference is at most 0.1 % and the upper end of its interval at most 0.3 %; that takes two pairs of runs that
+    end at the same step, unless --until says what is meant.
+
+    Exit codes: 0 parity of all, 1 worse or undecided, 2 wrong usage, 3 file error, 4 a defect.
+    """
+    from fp8_ds.tools import compare as comparison
+
+    with failures(as_json):
+        with argument("RUNS"):
+            groups = comparison.read_groups(runs, column)
+        found = comparison.compare(groups, last, until)
+    if as_json:
+        show(comparison.as_data(found))
+    else:
+        typer.echo(comparison.describe_all(found))
+    if any(result.verdict != "parity" for result in found.results):
+        raise typer.Exit(EXIT_NO)
+
+
+class Target(str, Enum):
+    """Forms to convert to; "deepspeed" is refused with what to do instead."""
+
+    safetensors = "safetensors"
+    universal = "universal"
+    deepspeed = "deepspeed"
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        Path, typer.Argument(help="Folder of save_checkpoint, of a universal checkpoint, or of safetensors.")
+    ],
+    out: Annotated[Path, typer.Argument(help="An empty folder, or one that is not there.")],
+    to: Annotated[Target, typer.Option("--to", help="The form to write.")],
+    tag: Annotated[str | None, typer.Option("--tag", help="One of several saves. Default: the latest.")] = None,
+    stage: Annotated[
+        int | None, typer.Option("--stage", min=1, max=3, help="ZeRO stage that is to load the universal checkpoint.")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option("--model", help="Folder with config.json and tokenizer, copied beside safetensors.")
+    ] = None,
+    trust_pickle: Annotated[
+        bool,
+        typer.Option("--trust-pickle", help="Files may hold more than data: code of whoever wrote them is executed."),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Converts checkpoints: of training to bf16 safetensors, and these or those to a universal checkpoint.
+
+    Weights leave as bf16 of the masters, bitwise. Of safetensors a universal checkpoint has masters equal to them,
+    moments of zero and step 0; it needs --stage, and an engine whose trainable parameters have the names in the files.
+    Parameter groups, learning rates and the scheduler stay the engine's own.
+
+    Exit codes: 0 done, 2 wrong usage or refused, 3 file error, 4 a defect.
+    """
+    with failures(as_json):
+        from fp8_ds.tools import convert as conversion
+
+        with argument("source"):
+            conversion.kind_of(source)
+        found = conversion.convert(source, out, to.value, tag, stage, model, trust_pickle)
+    if as_json:
+        show(asdict(found))
+        return
+    dtype = "fp32" if found.target == "universal" else "bf16"
+    what = f"{found.num_tensors} tensors, {in_units(DECIMAL, found.num_bytes)} in {dtype}"
+    typer.echo(f"{found.source} to {found.target}: {what}; {len(found.files)} entries in {out}")
+    if found.latest is not None:
+        latest = Path(found.latest)
+        typer.echo(
+            f"{latest} names it now: load_checkpoint({str(latest.parent)!r}) reads it, with "
+            '"checkpoint": {"load_universal": true}.'
+        )
+
+
 @autoload_app.command()
 def on(as_json: JsonOption = False, site_dir: SiteDirOption = None) -> None:
     """Load fp8_ds whenever Python of this environment imports deepspeed."""
-    _answer(autoload.turn_on, site_dir, as_json)
+    _answer(run.turn_autoload_on, site_dir, as_json)
 
 
 @autoload_app.command()
 def off(as_json: JsonOption = False, site_dir: SiteDirOption = None) -> None:
     """Undo `autoload on`."""
-    _answer(autoload.turn_off, site_dir, as_json)
+    _answer(run.turn_autoload_off, site_dir, as_json)
 
 
 @autoload_app.command()
@@ -83,13 +261,13 @@ def status(as_json: JsonOption = False, site_dir: SiteDirOption = None) -> None:
         raise typer.Exit(EXIT_NO)
 
 
-def _answer(change: Callable[[Path], bool], site_dir: Path | None, as_json: bool) -> autoload.State:
+def _answer(change: Callable[[Path], bool], site_dir: Path | None, as_json: bool) -> run.AutoloadState:
     """Print the state after `change`, which says whether it changed something."""
-    folder = site_dir or autoload.default_site_dir()
+    folder = site_dir or run.default_site_dir()
     with failures(as_json), argument(f"--site-dir {folder}", "Use a virtual environment of yours, or another folder."):
         changed = change(folder)
-        state = autoload.state(folder)
-    file = str(autoload.pth_file(folder))
+        state = run.autoload_state(folder)
+    file = str(run.pth_file(folder))
     if as_json:
         show({"autoload": state, "changed": changed, "file": file})
     else:

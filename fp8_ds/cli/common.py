@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from fp8_ds.config import json_text
+from fp8_ds.config.explain import parse_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -182,7 +182,7 @@ def read_config(path: Path) -> dict[str, Any]:
     with argument("--config"):
         content = path.read_bytes()
     try:
-        config = json_text.parse(content.decode("utf-8"), object_pairs_hook=_without_duplicates)
+        config = parse_json(content.decode("utf-8"), object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError as error:
         line = next(iter(error.doc.splitlines()[error.lineno - 1 : error.lineno]), "").strip()
         raise ConfigError(

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 from pydantic_core import ErrorDetails
 
-from fp8_ds.config import json_text
-
 REMOVED = {
     "fp8.linear.layer_choice": (
         'Remove the key: all linears that may be in FP8 are. Name those that shall stay bf16 in "filter_fqns"; '
@@ -112,6 +110,22 @@ class Key(NamedTuple):
     """The allowed values as JSON, separated by ", ", or a phrase ("list of strings")."""
     default: str
     """The default as JSON, or "required"."""
+
+
+def parse_json(text: str, **hooks: Any) -> Any:
+    """Parse JSON of a user's file or argument, with a ValueError for every text that `json.loads` cannot read.
+
+    Args:
+        hooks: keyword arguments of `json.loads`.
+
+    Raises:
+        json.JSONDecodeError: the text is no JSON, or nested too deeply (Python's own error is a RecursionError).
+        ValueError: an integer has more digits than Python reads.
+    """
+    try:
+        return json.loads(text, **hooks)
+    except RecursionError as error:
+        raise json.JSONDecodeError("Brackets nested too deeply", text, 0) from error
 
 
 def as_json(value: Any) -> str:
@@ -220,7 +234,7 @@ def _without_quotes(value: Any, values: Sequence[str]) -> str | None:
     """Return the JSON that a string would be without quotes, also in Python's spelling; None if not in `values`."""
     bare = value.strip().lower().replace("none", "null") if isinstance(value, str) else ""
     try:
-        found = json_text.parse(bare)
+        found = parse_json(bare)
     except ValueError:
         return None
     kind = {bool: bare, type(None): bare, int: "integer", float: "number"}.get(type(found))

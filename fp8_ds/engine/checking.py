@@ -21,9 +21,8 @@ from deepspeed.runtime.pipe.module import PipelineModule
 
 from fp8_ds.checkpoint import folders
 from fp8_ds.checkpoint.contents import read_data, read_structure
-from fp8_ds.checkpoint.folders import GLOBAL_STATE, MANIFEST, Manifest
+from fp8_ds.checkpoint.folders import GLOBAL_STATE, MANIFEST, TENSORS, Manifest
 from fp8_ds.checkpoint.state import CHECKPOINT_KEY, FOLLOWING_KEY, wrong_entries
-from fp8_ds.checkpoint.universal import TENSORS
 from fp8_ds.engine.log import say
 from fp8_ds.engine.saving import all_do, host_of, layout, tell_all
 from fp8_ds.engine.tp_sharded_models import is_cut, lacks_info
@@ -370,7 +369,7 @@ def other_universal(engine: Any, path: Path, model_file: Path) -> str:
 
 def _in_form_of(path: Path, stage: int) -> str:
     """Return the command that brings the universal checkpoint in `path` into the form that `stage` reads."""
-    return f"`python -m fp8_ds.checkpoint.universal {path} {stage}` makes it that of stage {stage}"
+    return f"`python -m fp8_ds.tools.convert.universal {path} {stage}` makes it that of stage {stage}"
 
 
 def _whole_shape(p: Any, shape: list[int], content: Mapping[str, Any], num_parts: int) -> list[int]:

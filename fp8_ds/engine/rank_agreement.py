@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 
+from fp8_ds import __version__
 from fp8_ds.errors import ConfigError, Fp8DsError
 from fp8_ds.tp.group import check_same, digest, gather_row
-from fp8_ds.version import VERSION
 
 if TYPE_CHECKING:
     from fp8_ds.config import Fp8Config
@@ -61,7 +61,7 @@ def start_of_rank(fp8: Fp8Config, config: Mapping[str, Any], model: Any, mpu: An
     import deepspeed
 
     rest = {key: value for key, value in config.items() if key not in OWN_KEYS}
-    versions = {"fp8_ds": VERSION, "torch": torch.__version__, "deepspeed": deepspeed.__version__}
+    versions = {"fp8_ds": __version__, "torch": torch.__version__, "deepspeed": deepspeed.__version__}
     shared = {f"version of {name}": version for name, version in versions.items()}
     shared |= _seams() | _flat({**rest, "fp8": fp8.model_dump()})
     own = _parameters(model) if isinstance(model, nn.Module) else {}

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fp8_ds.config.json_text import finite_or_none
 from fp8_ds.monitor.statistics import LayerStatistics
 
 STEP_SKIPPED = "step_skipped"
@@ -59,12 +58,12 @@ class Report:
         """Return builtin types; what is infinite or NaN is null. "guard" is there if it changed something."""
         layers = {
             name: {
-                kind: {**{k: finite_or_none(v) for k, v in asdict(one).items()}, "scale_age": self.ages[name, kind]}
+                kind: {**{k: _finite_or_none(v) for k, v in asdict(one).items()}, "scale_age": self.ages[name, kind]}
                 for kind, one in kinds.items()
             }
             for name, kinds in self.layers.items()
         }
-        numbers = {key: finite_or_none(value) for key, value in self.numbers.items()}
+        numbers = {key: _finite_or_none(value) for key, value in self.numbers.items()}
         changes = {"guard": [asdict(change) for change in self.changes]} if self.changes else {}
         return {"step": self.step, "samples": self.samples, **numbers, **changes, "layers": layers}
 
@@ -82,6 +81,11 @@ class Report:
                     yield f"{prefix}/{key}", float(getattr(one, key)), self.samples
                 age = self.ages[name, kind]
                 yield f"{prefix}/scale_age", math.nan if age is None else float(age), self.samples
+
+
+def _finite_or_none(value: float | None) -> float | None:
+    """Return `value`, or None if it is NaN or infinite, for which JSON has no word."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 class JsonLines:

@@ -79,7 +79,7 @@ def test_a_universal_checkpoint_gives_the_same_state_on_any_ranks_and_stage(
     ranks: Any, tmp_path: Path, same_stage: Plan, other_stage: Plan, comes_back: bool
 ) -> None:
     """Masters, moments, FP8 bytes, scales and histories are equal bit for bit; the training goes on alike."""
-    from fp8_ds.checkpoint.universal import prepare_universal
+    from fp8_ds.tools.convert.universal import prepare_universal
 
     written = ranks(2).run(write_all, str(tmp_path))[0]
     for stage in SOURCES:
@@ -152,7 +152,7 @@ def test_a_universal_checkpoint_of_other_shapes_is_refused_on_all_ranks(
     ranks: Any, tmp_path: Path, stage: int, fp8: dict[str, Any], form: int
 ) -> None:
     """DeepSpeed's stage 3 loads it in silence, with weights that are shifted, and no stage minds a transposed one."""
-    from fp8_ds.checkpoint.convert import convert
+    from fp8_ds.tools.convert import convert
 
     ranks(2).run(save, str(tmp_path))
     convert(tmp_path, tmp_path / f"form{form}", "universal", stage=form)
@@ -178,21 +178,21 @@ def load_in_stage(folder: str, stage: int) -> str:
 
 def test_the_form_of_another_stage_is_named_with_what_brings_it_into_this_one(ranks: Any, tmp_path: Path) -> None:
     """Stage 1 and 2 ended with an IndexError in the middle of the load."""
-    from fp8_ds.checkpoint.convert import convert
-    from fp8_ds.checkpoint.universal import prepare_universal
+    from fp8_ds.tools.convert import convert
+    from fp8_ds.tools.convert.universal import prepare_universal
 
     ranks(2).run(save, str(tmp_path))
     universal = tmp_path / "universal"
     convert(tmp_path, universal, "universal")
     for stage in (3, 2):
-        remedy = f"python -m fp8_ds.checkpoint.universal {universal} {stage}"
+        remedy = f"python -m fp8_ds.tools.convert.universal {universal} {stage}"
         assert all(remedy in said for said in ranks(2).run(load_in_stage, str(tmp_path), stage))
         prepare_universal(universal, stage)
         assert ranks(2).run(load_in_stage, str(tmp_path), stage) == ["loaded"] * 2
 
 
 def test_what_is_no_universal_checkpoint_is_refused(tmp_path: Path) -> None:
-    from fp8_ds.checkpoint.universal import prepare_universal
+    from fp8_ds.tools.convert.universal import prepare_universal
 
     with pytest.raises(ConfigError, match=r"Name the output folder of ds_to_universal\.py"):
         prepare_universal(tmp_path, 3)

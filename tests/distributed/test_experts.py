@@ -300,7 +300,7 @@ def test_a_universal_checkpoint_takes_experts_to_another_stage(
 ) -> None:
     from test_checkpoint_universal import convert
 
-    from fp8_ds.checkpoint.universal import prepare_universal
+    from fp8_ds.tools.convert.universal import prepare_universal
 
     before = ranks(2).run(universal, source, str(tmp_path), False)[0]
     convert(tmp_path)
@@ -318,7 +318,7 @@ def test_safetensors_made_of_a_checkpoint_are_bf16_of_the_masters(
 ) -> None:
     from safetensors.torch import load_file
 
-    from fp8_ds.checkpoint.convert import convert
+    from fp8_ds.tools.convert import convert
 
     _, masters = ranks(2).run(universal, stage, str(tmp_path / "ckpt"), False, fp8)[0]["state"]
     convert(tmp_path / "ckpt", tmp_path / "out", "safetensors")

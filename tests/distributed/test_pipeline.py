@@ -147,7 +147,7 @@ def test_a_universal_checkpoint_of_stages_goes_on_bit_for_bit_in_another_number_
     ranks: Any, tmp_path: Path
 ) -> None:
     """Its model files are stages, whole layers each, and not parts that something must say how to join."""
-    from fp8_ds.checkpoint.convert import convert
+    from fp8_ds.tools.convert import convert
 
     losses = ranks(2).run(save_stages, str(tmp_path))[0]
     convert(tmp_path, tmp_path / "universal", "universal", stage=1)
@@ -166,8 +166,8 @@ def load_other_shapes(directory: str) -> None:
 
 def test_a_shape_that_one_stage_alone_can_see_is_refused_on_all(ranks: Any, tmp_path: Path) -> None:
 
-    from fp8_ds.checkpoint.convert import convert
     from fp8_ds.checkpoint.folders import seal_universal
+    from fp8_ds.tools.convert import convert
 
     ranks(2).run(save_stages, str(tmp_path))
     convert(tmp_path, tmp_path / "universal", "universal")

@@ -424,7 +424,7 @@ def read_aligned(folder: str, stage: int, master: str) -> Any:
 def test_a_universal_checkpoint_gives_the_same_bytes_on_any_ranks_and_stage(
     ranks: Any, tmp_path: Path, master: str
 ) -> None:
-    from fp8_ds.checkpoint.universal import prepare_universal
+    from fp8_ds.tools.convert.universal import prepare_universal
 
     def whole(results: list[Any]) -> list[dict[str, dict[str, Tensor]]]:
         return [base.assembled([result[part] for result in results]) for part in (0, 1)]

@@ -429,7 +429,7 @@ def read_universal(
 def test_a_universal_checkpoint_of_a_cut_model_loads_whole_and_cut_otherwise(
     ranks: Any, tmp_path: Path, stage: int, sizes: tuple[int, ...]
 ) -> None:
-    from fp8_ds.checkpoint.convert import convert
+    from fp8_ds.tools.convert import convert
 
     masters, losses = ranks(2).run(write_universal, stage, {}, str(tmp_path))[0]
     convert(tmp_path, tmp_path / "universal", "universal", tag="saved")
@@ -448,7 +448,7 @@ def test_a_universal_checkpoint_of_a_whole_model_is_not_loaded_into_a_cut_one(ra
     """Stock code would take rows of `down` for its columns: they are as many numbers."""
     from safetensors.torch import save_file
 
-    from fp8_ds.checkpoint.convert import convert
+    from fp8_ds.tools.convert import convert
 
     (tmp_path / "weights").mkdir()
     weights = {name: p.detach().clone() for name, p in llama(torch.bfloat16).named_parameters()}

@@ -270,7 +270,7 @@ def load_universal(folder: str) -> Any:
 
 def test_a_run_that_shares_sequences_goes_to_another_number_of_ranks(ranks: Any, tmp_path: Path) -> None:
     """Stock takes ranks that share a sequence for tensor-parallel ones, and misses the model files of the others."""
-    from fp8_ds.checkpoint.convert import convert
+    from fp8_ds.tools.convert import convert
 
     masters = ranks(2).run(share_sequences, 1, {}, str(tmp_path))[0][1]
     convert(tmp_path, tmp_path / "universal", "universal", stage=1)

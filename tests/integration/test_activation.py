@@ -158,9 +158,9 @@ def child(function: Callable[[], None], folder: Path, env: dict[str, str], site_
 
 
 def test_autoload_makes_the_json_flag_alone_enough(tmp_path: Path, cpu_environment: dict[str, str]) -> None:
-    from fp8_ds.tools import autoload
+    from fp8_ds.run import turn_autoload_on
 
-    autoload.turn_on(tmp_path)
+    turn_autoload_on(tmp_path)
     child(child_autoload, tmp_path, cpu_environment, site_dir=tmp_path)
 
 

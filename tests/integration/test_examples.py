@@ -16,7 +16,7 @@ from support import HANG
 from fp8_ds.host import free_port
 from fp8_ds.monitor.sinks import JsonLines, Report
 from fp8_ds.monitor.statistics import TensorStatistics
-from fp8_ds.tools.compare.curves import read_curve
+from fp8_ds.tools.compare import read_curve
 
 Launch = Callable[..., str]
 TINY = ("--size", "tiny", "--seq-len", "64", "--held-out-batches", "1")

@@ -16,6 +16,7 @@ from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from fp8_ds import run
 from fp8_ds.errors import Fp8DsError, SeamError
 from fp8_ds.host import uses_cuda
 
@@ -203,9 +204,7 @@ def _megatron() -> Check:
 
 
 def autoload_check() -> Check:
-    from fp8_ds.tools import autoload
-
-    state = autoload.state(autoload.default_site_dir())
+    state = run.autoload_state(run.default_site_dir())
     if state == "on":
         return Check("autoload", "ok", "on: the JSON flag alone is enough in this environment")
     off = "off: a script must import fp8_ds, or be started through fp8_ds.run"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8_ds.config import json_text
+from fp8_ds.config.explain import parse_json
 from fp8_ds.errors import ConfigError, Fp8DsError, ModelError
 
 _LLAMA: dict[str, Any] = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336}
@@ -151,7 +151,7 @@ def read_spec(text: str, settings: Sequence[str] = ()) -> ModelSpec:
         path /= "config.json"
     if path.is_file() or path.suffix == ".json":
         try:
-            config = json_text.parse(path.read_text(encoding="utf-8"), object_hook=_plain)
+            config = parse_json(path.read_text(encoding="utf-8"), object_hook=_plain)
         except ValueError as error:  # of JSON or of UTF-8
             raise ConfigError(f"model: expected JSON in {path}, got {error}. Name a config.json.") from error
         if not isinstance(config, Mapping) or "model_type" not in config:
@@ -259,7 +259,7 @@ def _pairs(settings: Sequence[str]) -> dict[str, Any]:
         if not equals or not key:
             raise ConfigError(f"--set: expected key=value, got {setting!r}. Write num_hidden_layers=2, for example.")
         try:
-            found[key] = json_text.parse(value)
+            found[key] = parse_json(value)
         except ValueError:  # an integer of thousands of digits is none either
             found[key] = value
     return found

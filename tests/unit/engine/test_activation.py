@@ -142,10 +142,10 @@ def test_a_failed_import_of_deepspeed_can_be_repeated(stub: Path) -> None:
 
 
 def test_the_pth_file_installs_without_importing_deepspeed(stub: Path, tmp_path: Path) -> None:
-    from fp8_ds.tools import autoload
+    from fp8_ds.run import turn_autoload_on
 
     folder = tmp_path / "site"
     folder.mkdir()
     code = "import sys\nassert 'deepspeed' not in sys.modules and 'torch' not in sys.modules\n" + CHECK
-    autoload.turn_on(folder)
+    turn_autoload_on(folder)
     assert run(code, stub, site_dir=folder) == "('stock', 3, None)"

@@ -19,13 +19,12 @@ import torch
 from typer.testing import CliRunner
 
 from fp8_ds.checkpoint import folders as m
-from fp8_ds.checkpoint import model_folder
-from fp8_ds.checkpoint.convert import convert, kind_of
 from fp8_ds.checkpoint.folders import GLOBAL_STATE
-from fp8_ds.checkpoint.universal import prepare_universal
 from fp8_ds.cli.app import app
 from fp8_ds.engine import checking
 from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
+from fp8_ds.tools.convert import convert, kind_of, model_folder
+from fp8_ds.tools.convert.universal import prepare_universal
 
 MODEL_FILE = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 

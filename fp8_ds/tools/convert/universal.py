@@ -1,6 +1,6 @@
 """Universal checkpoints: bring one into the form that another ZeRO stage reads, or make one of weights.
 
-    python -m fp8_ds.checkpoint.universal FOLDER STAGE [--trust-pickle]
+    python -m fp8_ds.tools.convert.universal FOLDER STAGE [--trust-pickle]
 
 ds_to_universal.py names and wraps its files as the source's stage does, so that DeepSpeed loads them at another world
 size, but not at another stage (1 and 2 are alike, 3 differs). The tensors are the same, and a second call with the old
@@ -25,11 +25,9 @@ from torch import Tensor
 
 from fp8_ds.checkpoint import folders
 from fp8_ds.checkpoint.contents import read_data
-from fp8_ds.checkpoint.folders import GLOBAL_STATE
+from fp8_ds.checkpoint.folders import GLOBAL_STATE, TENSORS
 from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError, refusals_without_traceback
 
-TENSORS = ("fp32.pt", "exp_avg.pt", "exp_avg_sq.pt")
-"""Files of a parameter, within zero/NAME."""
 _MODEL_FILE, _STAGE3_PREFIX = "mp_rank_00_model_states.pt", "zero_pp_rank_0_"
 _WEIGHTS = (torch.bfloat16, torch.float16, torch.float32)
 _NUM_SHOWN = 3
@@ -206,6 +204,6 @@ if __name__ == "__main__":
     trusts = "--trust-pickle" in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != "--trust-pickle"]
     if len(arguments) != 2 or arguments[1] not in ("1", "2", "3"):
-        raise SystemExit("use: python -m fp8_ds.checkpoint.universal FOLDER STAGE [--trust-pickle]")
+        raise SystemExit("use: python -m fp8_ds.tools.convert.universal FOLDER STAGE [--trust-pickle]")
     with refusals_without_traceback():
         prepare_universal(Path(arguments[0]), int(arguments[1]), trusts)

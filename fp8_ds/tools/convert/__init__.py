@@ -21,11 +21,12 @@ import torch
 from deepspeed.checkpoint import constants
 from torch import Tensor
 
-from fp8_ds.checkpoint import folders, model_folder, universal
-from fp8_ds.checkpoint.folders import GLOBAL_STATE
+from fp8_ds.checkpoint import folders
+from fp8_ds.checkpoint.folders import GLOBAL_STATE, TENSORS
 from fp8_ds.checkpoint.state import CHECKPOINT_KEY, LEFT_OUT_KEY
-from fp8_ds.checkpoint.universal import read_file, refuse_damage
 from fp8_ds.errors import CheckpointError, ConfigError, Fp8DsError, UnsupportedError
+from fp8_ds.tools.convert import model_folder, universal
+from fp8_ds.tools.convert.universal import read_file, refuse_damage
 
 Kind = Literal["deepspeed", "universal", "safetensors"]
 
@@ -152,7 +153,7 @@ def _to_universal(
             universal.copy_as(source, work, int(stage or 0), trust_pickle)
         else:
             universal.write_weights(model_folder.read_tensors(source), work, int(stage or 0), source)
-        paths = [path for path in (work / "zero").rglob("*.pt") if path.name in universal.TENSORS]
+        paths = [path for path in (work / "zero").rglob("*.pt") if path.name in TENSORS]
         sizes = [_tensor_in(read_file(path, trust_pickle)).nbytes for path in paths]
     latest = None if kind == "universal" else out.parent / folders.LATEST_UNIVERSAL
     if latest is not None:
@@ -180,7 +181,7 @@ def _of_universal(source: Path, trust_pickle: bool) -> Iterator[tuple[str, Tenso
     shapes = {name: shape for group in state["param_shapes"] for name, shape in group.items()}
     folders.refuse_paths(shapes, files[0])
     for name, shape in shapes.items():
-        content = read_file(source / "zero" / name / universal.TENSORS[0], trust_pickle, "cpu")
+        content = read_file(source / "zero" / name / TENSORS[0], trust_pickle, "cpu")
         yield name, _tensor_in(content).reshape(shape).to(torch.bfloat16)
 
 

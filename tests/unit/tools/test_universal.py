@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,10 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from fp8_ds.checkpoint.contents import read_data
-from fp8_ds.checkpoint.convert import convert
 from fp8_ds.checkpoint.folders import read_manifest
 from fp8_ds.cli.app import app
 from fp8_ds.errors import CheckpointError, ConfigError, Fp8DsError, UnsupportedError
+from fp8_ds.tools.convert import convert
 
 ROOT = Path(__file__).parents[3]
 WEIGHTS = {
@@ -163,3 +165,11 @@ def test_the_package_comes_with_ours() -> None:
     """`fp8-ds convert` is there after `pip install -e .`."""
     (wanted,) = re.findall(r"^dependencies = (\[.*\])$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert "safetensors" in {re.split("[<>=]", one)[0] for one in json.loads(wanted)}
+
+
+def test_what_the_program_refuses_is_the_message_alone(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    command = [sys.executable, "-m", "fp8_ds.tools.convert.universal", "empty", "3"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    message = "universal checkpoint: expected model files and zero/optimizer_state.pt"
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr

@@ -9,7 +9,71 @@ import pytest
 from typer.testing import CliRunner
 
 from fp8_ds.cli.app import app
-from fp8_ds.tools import autoload
+from fp8_ds.run import PTH_NAME, autoload_state, default_site_dir, split_arguments, turn_autoload_on
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    (folder / "helper.py").write_text("VALUE = 7\n")
+    path = folder / "train.py"
+    path.write_text("import sys, helper\nprint(__name__, sys.argv[1:], helper.VALUE, 'fp8_ds' in sys.modules)\n")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("before", "moved"),
+    [
+        ([], []),
+        (["--local_rank=1"], ["--local_rank=1"]),
+        (["--local-rank=1"], ["--local-rank=1"]),
+    ],
+)
+def test_local_rank_moves_behind_the_script(script: str, before: list[str], moved: list[str]) -> None:
+    assert split_arguments([*before, script, "--lr", "1", "--local_rank=9"]) == (
+        script,
+        [*moved, "--lr", "1", "--local_rank=9"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "expected a script to run, got none"),
+        (["--local_rank=0"], "expected a script to run, got none"),
+        (["--lr", "1"], "expected a script before any option, got '--lr'"),
+        (["absent.py"], "got 'absent.py' .no such file"),
+    ],
+)
+def test_no_script_is_a_clear_error(arguments: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        split_arguments(arguments)
+
+
+def test_the_script_runs_as_main_beside_its_modules(script: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fp8_ds.run", "--local_rank=0", script, "--lr", "1"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "__main__ ['--local_rank=0', '--lr', '1'] 7 True"
+
+
+def test_a_refusal_is_the_last_line_of_a_rank_and_other_errors_have_their_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "refused.py"
+    for raised, status, lines in (
+        ("errors.ConfigError('fp8.x: expected 1, got 2. Write 1.')", 2, 1),
+        ("errors.UnsupportedError('fp8: expected no MiCS, got it. Leave it.')", 2, 1),
+        ("errors.CheckpointError('load_checkpoint: expected 2 ranks, got 1. Convert it.')", 2, 1),
+        ("ZeroDivisionError('of the script itself')", 1, 5),
+    ):
+        path.write_text(f"from fp8_ds import errors\nraise {raised}\n")
+        environment = {**os.environ, "RANK": "3"}
+        command = [sys.executable, "-m", "fp8_ds.run", str(path)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        assert result.returncode == status, result.stderr
+        told = result.stderr.splitlines()
+        assert told[-1].startswith("[rank 3] " if lines == 1 else "ZeroDivisionError")
+        assert ("Traceback" in result.stderr) == (lines > 1)
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -23,10 +87,10 @@ def run_json(command: str, folder: Path) -> tuple[int, dict[str, object]]:
 
 
 def test_on_writes_one_file_and_off_removes_it(tmp_path: Path) -> None:
-    file = str(tmp_path / autoload.PTH_NAME)
+    file = str(tmp_path / PTH_NAME)
     assert run_json("status", tmp_path) == (1, {"autoload": "off", "changed": False, "file": file})
     assert run_json("on", tmp_path) == (0, {"autoload": "on", "changed": True, "file": file})
-    assert [path.name for path in tmp_path.iterdir()] == [autoload.PTH_NAME]
+    assert [path.name for path in tmp_path.iterdir()] == [PTH_NAME]
     assert run_json("status", tmp_path) == (0, {"autoload": "on", "changed": False, "file": file})
     assert run_json("off", tmp_path) == (0, {"autoload": "off", "changed": True, "file": file})
     assert list(tmp_path.iterdir()) == []
@@ -38,18 +102,18 @@ def test_doing_it_twice_changes_nothing(tmp_path: Path) -> None:
     run_json("off", tmp_path)
     assert run_json("off", tmp_path) == (
         0,
-        {"autoload": "off", "changed": False, "file": str(tmp_path / autoload.PTH_NAME)},
+        {"autoload": "off", "changed": False, "file": str(tmp_path / PTH_NAME)},
     )
 
 
 def test_the_file_of_another_version_is_reported_and_renewed(tmp_path: Path) -> None:
-    (tmp_path / autoload.PTH_NAME).write_text("import fp8_ds.older\n")
+    (tmp_path / PTH_NAME).write_text("import fp8_ds.older\n")
     code, output = run("status", "--site-dir", str(tmp_path))
     assert code == 1
     assert "outdated" in output
     assert "fp8-ds autoload on" in output
     assert run_json("on", tmp_path)[1]["changed"] is True
-    assert autoload.state(tmp_path) == "on"
+    assert autoload_state(tmp_path) == "on"
 
 
 def test_a_folder_that_cannot_be_written_is_exit_code_3(tmp_path: Path) -> None:
@@ -77,25 +141,23 @@ def start_python(site_dir: Path, packages: Path | None, code: str) -> subprocess
 
 def test_the_line_loads_fp8_ds_when_python_starts(tmp_path: Path) -> None:
     packages = tmp_path / "packages"
-    (packages / "fp8_ds/engine").mkdir(parents=True)
-    for name in ("fp8_ds/__init__.py", "fp8_ds/engine/__init__.py"):
-        (packages / name).touch()
-    (packages / "fp8_ds/engine/autoload.py").write_text("print('loaded')")
+    (packages / "fp8_ds").mkdir(parents=True)
+    (packages / "fp8_ds/__init__.py").write_text("print('loaded')")
     folder = tmp_path / "site"
     folder.mkdir()
-    autoload.turn_on(folder)
+    turn_autoload_on(folder)
     result = start_python(folder, packages, "")
     assert (result.stdout, result.stderr, result.returncode) == ("loaded\n", "", 0)
 
 
 def test_a_python_without_fp8_ds_starts_in_silence(tmp_path: Path) -> None:
-    autoload.turn_on(tmp_path)
+    turn_autoload_on(tmp_path)
     result = start_python(tmp_path, None, "print('alive')")
     assert (result.stdout, result.stderr, result.returncode) == ("alive\n", "", 0)
 
 
 def test_the_default_folder_is_one_that_python_reads_at_start() -> None:
-    assert autoload.default_site_dir() in [Path(folder) for folder in site.getsitepackages()]
+    assert default_site_dir() in [Path(folder) for folder in site.getsitepackages()]
 
 
 @pytest.mark.parametrize("command", ["on", "off", "status"])

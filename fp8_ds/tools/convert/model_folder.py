@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8_ds.checkpoint import folders
 from fp8_ds.checkpoint.folders import beside, refuse_paths, refuse_special, write_text
-from fp8_ds.config import json_text
+from fp8_ds.config.explain import parse_json
 from fp8_ds.errors import CheckpointError, ConfigError
 
 INDEX = "model.safetensors.index.json"
@@ -52,7 +52,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     refuse_special([index])
     text = index.read_text()
     try:
-        listed: dict[str, str] = json_text.parse(text)["weight_map"]
+        listed: dict[str, str] = parse_json(text)["weight_map"]
         refuse_paths(listed.values(), index)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         said = f'{index}: expected JSON with "weight_map", names of files by names of tensors, got {text[:_WIDTH]!r}'
