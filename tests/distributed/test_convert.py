@@ -16,11 +16,11 @@ import training
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from fp8_ds.checkpoint import folders, model_folder
+from fp8_ds.checkpoint import folders
 from fp8_ds.checkpoint.folders import MANIFEST
 from fp8_ds.cli.app import app
 from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
-from fp8_ds.tools.convert import convert, kind_of
+from fp8_ds.tools.convert import convert, kind_of, model_folder
 from fp8_ds.tools.convert.universal import prepare_universal
 
 pytestmark = pytest.mark.distributed
