@@ -11,6 +11,11 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
+AutoloadState = Literal["on", "off", "outdated"]
+
+PTH_NAME = "fp8_ds_autoload.pth"
+# `site` runs this line at every start of Python: it must cost little and must not fail once fp8_ds is uninstalled.
+PTH_LINE = 'import importlib.util as u; u.find_spec("fp8_ds") and __import__("fp8_ds")\n'
 _USAGE = "deepspeed --module fp8_ds.run SCRIPT.py [arguments of the script]"
 
 
@@ -54,25 +59,14 @@ def main() -> None:
         runpy.run_path(script, run_name="__main__")
 
 
-AutoloadState = Literal["on", "off", "outdated"]
-
-PTH_NAME = "fp8_ds_autoload.pth"
-# `site` runs this line at every start of Python: it must cost little and must not fail once fp8_ds is uninstalled.
-PTH_LINE = 'import importlib.util as u; u.find_spec("fp8_ds") and __import__("fp8_ds")\n'
-
-
 def default_site_dir() -> Path:
     """Return this environment's site-packages."""
     return Path(sysconfig.get_paths()["purelib"])
 
 
-def pth_file(site_dir: Path) -> Path:
-    return site_dir / PTH_NAME
-
-
 def autoload_state(site_dir: Path) -> AutoloadState:
     """Return whether a Python started now loads fp8_ds; "outdated": by the file of another version of fp8_ds."""
-    path = pth_file(site_dir)
+    path = site_dir / PTH_NAME
     if not path.exists():
         return "off"
     return "on" if path.read_bytes() == PTH_LINE.encode() else "outdated"
@@ -89,7 +83,7 @@ def turn_autoload_on(site_dir: Path) -> bool:
     # Renamed into place: a Python that starts meanwhile sees the whole line or no file.
     draft = site_dir / f"{PTH_NAME}.new"
     draft.write_text(PTH_LINE)
-    draft.replace(pth_file(site_dir))
+    draft.replace(site_dir / PTH_NAME)
     return True
 
 
@@ -99,7 +93,7 @@ def turn_autoload_off(site_dir: Path) -> bool:
     Raises:
         OSError: it cannot be removed.
     """
-    path = pth_file(site_dir)
+    path = site_dir / PTH_NAME
     existed = path.exists()
     path.unlink(missing_ok=True)
     return existed

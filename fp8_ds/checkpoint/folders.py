@@ -152,8 +152,7 @@ class Save:
         """Remove what a killed save of the tag has left; the checkpoint that it was to replace stays."""
         for path in _beside(self.folder, INCOMPLETE):
             _remove(path)
-        if not os.path.lexists(self.folder) and (replaced := _beside(self.folder, REPLACED)):
-            replaced[0].rename(self.folder)
+        restore_replaced(self.folder)
 
     def stage(self, manifest: Manifest) -> None:
         """Write everything that needs room on the disk, before anything is renamed."""
@@ -186,6 +185,12 @@ class Save:
         """Remove what the checkpoint replaces, as far as it can be removed."""
         for path in _beside(self.folder, REPLACED):
             _remove(path)
+
+
+def restore_replaced(folder: Path) -> None:
+    """Give the checkpoint its name back that a killed save was to replace, where it had renamed that one only."""
+    if not os.path.lexists(folder) and (replaced := _beside(folder, REPLACED)):
+        replaced[0].rename(folder)
 
 
 def refuse_tag(tag: str) -> None:

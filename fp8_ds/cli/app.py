@@ -17,15 +17,14 @@ import typer
 from fp8_ds import run
 from fp8_ds.cli.common import (
     DECIMAL,
-    EXIT_NO,
     Commands,
     JsonOption,
+    answer,
     argument,
     console,
     failures,
     in_units,
     read_config,
-    show,
 )
 from fp8_ds.cli.estimate import estimate
 from fp8_ds.cli.plan import plan
@@ -77,10 +76,8 @@ def _show_versions(as_json: bool) -> None:
     from fp8_ds.tools.doctor.diagnosis import installed
 
     found = {"fp8_ds": __version__, "torch": installed("torch"), "deepspeed": installed("deepspeed")}
-    if as_json:
-        show(found)
-    else:
-        typer.echo("\n".join(f"{name} {value or 'not installed'}" for name, value in found.items()))
+    text = "\n".join(f"{name} {value or 'not installed'}" for name, value in found.items())
+    answer(found, as_json, lambda: typer.echo(text))
 
 
 @app.command()
@@ -119,26 +116,19 @@ def doctor(
     line = _WORDS[verdict.on] if verdict is not None else "All that FP8 training needs is here."
     if verdict is None and missing:
         line = f"FP8 training on this machine lacks: {', '.join(check.name for check in missing)}."
-    if as_json:
-        show(
-            {
-                "verdict": line,
-                "checks": [asdict(check) for check in found],
-                "can_train": not missing,
-                "config": verdict and asdict(verdict),
-            }
-        )
-    else:
-        _print_table(found)
-        remedies = verdict.remedies if verdict else [f"{check.name}: {check.remedy}." for check in missing]
-        reasons = [part.strip() for reason in (verdict.reasons if verdict else ()) for part in reason.splitlines()]
-        for text in (line, *(f"  {reason}" for reason in reasons), *(f"  to do: {remedy}" for remedy in remedies)):
-            typer.echo(text)
-    if missing if verdict is None else verdict.on != "yes":
-        raise typer.Exit(EXIT_NO)
+    data = {
+        "verdict": line,
+        "checks": [asdict(check) for check in found],
+        "can_train": not missing,
+        "config": verdict and asdict(verdict),
+    }
+    remedies = verdict.remedies if verdict else [f"{check.name}: {check.remedy}." for check in missing]
+    reasons = [part.strip() for reason in (verdict.reasons if verdict else ()) for part in reason.splitlines()]
+    lines = [line, *(f"  {reason}" for reason in reasons), *(f"  to do: {remedy}" for remedy in remedies)]
+    answer(data, as_json, lambda: _print(found, lines), is_yes=verdict.on == "yes" if verdict else not missing)
 
 
-def _print_table(found: list[Check]) -> None:
+def _print(found: list[Check], lines: list[str]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
@@ -146,6 +136,7 @@ def _print_table(found: list[Check]) -> None:
     for check in found:
         table.add_row(_MARKS[check.status], check.name, escape(check.found), escape(check.remedy))
     console().print(table)
+    typer.echo("\n".join(lines))
 
 
 app.command()(plan)
@@ -178,12 +169,8 @@ def compare(
         with argument("RUNS"):
             groups = comparison.read_groups(runs, column)
         found = comparison.compare(groups, last, until)
-    if as_json:
-        show(comparison.as_data(found))
-    else:
-        typer.echo(comparison.describe_all(found))
-    if any(result.verdict != "parity" for result in found.results):
-        raise typer.Exit(EXIT_NO)
+    is_parity = all(result["verdict"] == "parity" for result in found["results"])
+    answer(found, as_json, lambda: typer.echo(comparison.describe(found)), is_yes=is_parity)
 
 
 class Target(str, Enum):
@@ -199,7 +186,7 @@ def convert(
     source: Annotated[
         Path, typer.Argument(help="Folder of save_checkpoint, of a universal checkpoint, or of safetensors.")
     ],
-    out: Annotated[Path, typer.Argument(help="An empty folder, or one that is not there.")],
+    out: Annotated[Path, typer.Argument(help="An empty folder, one that is not there, or a universal SOURCE.")],
     to: Annotated[Target, typer.Option("--to", help="The form to write.")],
     tag: Annotated[str | None, typer.Option("--tag", help="One of several saves. Default: the latest.")] = None,
     stage: Annotated[
@@ -228,18 +215,13 @@ def convert(
         with argument("source"):
             conversion.kind_of(source)
         found = conversion.convert(source, out, to.value, tag, stage, model, trust_pickle)
-    if as_json:
-        show(asdict(found))
-        return
-    dtype = "fp32" if found.target == "universal" else "bf16"
-    what = f"{found.num_tensors} tensors, {in_units(DECIMAL, found.num_bytes)} in {dtype}"
-    typer.echo(f"{found.source} to {found.target}: {what}; {len(found.files)} entries in {out}")
-    if found.latest is not None:
-        latest = Path(found.latest)
-        typer.echo(
-            f"{latest} names it now: load_checkpoint({str(latest.parent)!r}) reads it, with "
-            '"checkpoint": {"load_universal": true}.'
-        )
+    dtype = "fp32" if to.value == "universal" else "bf16"
+    what = f"{found['num_tensors']} tensors, {in_units(DECIMAL, found['num_bytes'])} in {dtype}"
+    lines = [f"{found['source']} to {found['target']}: {what}; {len(found['files'])} entries in {out}"]
+    if found["latest"] is not None:
+        reads = f"load_checkpoint({str(Path(found['latest']).parent)!r}) reads it"
+        lines.append(f'{found["latest"]} names it now: {reads}, with "checkpoint": {{"load_universal": true}}.')
+    answer(found, as_json, lambda: typer.echo("\n".join(lines)))
 
 
 @autoload_app.command()
@@ -257,23 +239,20 @@ def off(as_json: JsonOption = False, site_dir: SiteDirOption = None) -> None:
 @autoload_app.command()
 def status(as_json: JsonOption = False, site_dir: SiteDirOption = None) -> None:
     """Exit with 0 if autoload is on, with 1 if it is not."""
-    if _answer(lambda _: False, site_dir, as_json) != "on":
-        raise typer.Exit(EXIT_NO)
+    _answer(None, site_dir, as_json)
 
 
-def _answer(change: Callable[[Path], bool], site_dir: Path | None, as_json: bool) -> run.AutoloadState:
-    """Print the state after `change`, which says whether it changed something."""
+def _answer(change: Callable[[Path], bool] | None, site_dir: Path | None, as_json: bool) -> None:
+    """Print the state after `change`, which says whether it changed something; without one, "on" is the answer yes."""
     folder = site_dir or run.default_site_dir()
     with failures(as_json), argument(f"--site-dir {folder}", "Use a virtual environment of yours, or another folder."):
-        changed = change(folder)
+        changed = change is not None and change(folder)
         state = run.autoload_state(folder)
-    file = str(run.pth_file(folder))
-    if as_json:
-        show({"autoload": state, "changed": changed, "file": file})
-    else:
-        note = "; run `fp8-ds autoload on` to renew it" if state == "outdated" else ""
-        typer.echo(f"autoload is {state}: {file}{note}")
-    return state
+    file = str(folder / run.PTH_NAME)
+    note = "; run `fp8-ds autoload on` to renew it" if state == "outdated" else ""
+    data = {"autoload": state, "changed": changed, "file": file}
+    is_yes = change is not None or state == "on"
+    answer(data, as_json, lambda: typer.echo(f"autoload is {state}: {file}{note}"), is_yes=is_yes)
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -41,16 +41,11 @@ SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace an entry of the model's configuration.")
 ]
 
-
-_NO_PICTURES = "Draw the losses from the runs' own files or in TensorBoard; --json prints the differences by pair."
 REMOVED = {
     "heatmap": "Start examples/deepspeed/heatmap.py.",
-    "--html": _NO_PICTURES,
-    "--png": _NO_PICTURES,
-    "--window": _NO_PICTURES,
     "parity": "Start examples/deepspeed/parity.py, or compare runs of your own script: docs/parity.md.",
 }
-"""Commands and options of earlier versions, and what to do instead."""
+"""Commands of earlier versions, and what to do instead."""
 UsageError: Any = typer.BadParameter.__base__
 """typer has a copy of click in some versions, and click in others."""
 
@@ -67,8 +62,7 @@ class Commands(TyperGroup):
             if code == _EXIT_INTERRUPTED:
                 typer.echo(json.dumps({"error": "interrupted"}))
         except UsageError as error:
-            typer.echo(json.dumps({"error": error.format_message()}))
-            sys.exit(EXIT_USAGE)
+            sys.exit(_failed(error.format_message(), EXIT_USAGE, as_json=True).exit_code)
         except OSError as error:  # of the answer itself, as on a full disk: without this the code would be "no"
             typer.echo(f"fp8-ds: standard output: {_file_message(error)}", err=True)
             with suppress(OSError):
@@ -77,9 +71,8 @@ class Commands(TyperGroup):
         sys.exit(code if isinstance(code, int) else 0)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        options = (word.partition("=")[0] for word in args if word.startswith("--"))
-        if gone := next((word for word in (*args[:1], *options) if word in REMOVED), None):
-            ctx.fail(f"{gone}: expected a command or option of this version, got one that is gone. {REMOVED[gone]}")
+        if remedy := REMOVED.get(args[0]):
+            ctx.fail(f"{args[0]}: expected a command of this version, got one that is gone. {remedy}")
         return super().resolve_command(ctx, args)
 
 
@@ -100,7 +93,7 @@ def failures(as_json: bool) -> Iterator[None]:
         if isinstance(error, ModelError):
             traceback.print_exception(error.__cause__)
         raise _failed(str(error), EXIT_USAGE, as_json) from error
-    except OSError as error:
+    except (OSError, _FileError) as error:
         raise _failed(_file_message(error), EXIT_FILE, as_json) from error
     except (typer.Exit, typer.Abort, UsageError):
         raise
@@ -111,7 +104,7 @@ def failures(as_json: bool) -> Iterator[None]:
         raise _failed(f"{what}. {remedy}", EXIT_DEFECT, as_json) from error
 
 
-class _ArgumentFileError(OSError):
+class _FileError(Exception):
     """A file error whose message is complete."""
 
 
@@ -120,14 +113,12 @@ def argument(name: str, remedy: str = "Name another.") -> Iterator[None]:
     """Within `failures`, begin the message of a file error with the argument that named the file."""
     try:
         yield
-    except _ArgumentFileError:
-        raise
     except OSError as error:
-        raise _ArgumentFileError(f"{name}: {_file_message(error, remedy)}") from error
+        raise _FileError(f"{name}: {_file_message(error, remedy)}") from error
 
 
-def _file_message(error: OSError, remedy: str = "Name another.") -> str:
-    if isinstance(error, _ArgumentFileError):
+def _file_message(error: Exception, remedy: str = "Name another.") -> str:
+    if not isinstance(error, OSError):
         return str(error)
     what = f"{error.strerror}: {error.filename}" if error.strerror and error.filename else str(error)
     return f"expected a file or folder to work with, got {what!r}. {remedy}"
@@ -154,8 +145,7 @@ def read_parsed_config(path: Path) -> dict[str, Any]:
     """Read the configuration that --config names, filled in as Trainer does, and check it by DeepSpeed's own parser.
 
     Raises:
-        ConfigError: DeepSpeed refuses it; batch sizes are not looked at. Or as `read_config` does.
-        OSError: it cannot be read.
+        ConfigError: DeepSpeed refuses it, batch sizes apart; or as `read_config` does.
     """
     from fp8_ds.config.ds_config import BATCH_SIZES, filled_in, parsed
     from fp8_ds.errors import ConfigError
@@ -175,7 +165,6 @@ def read_config(path: Path) -> dict[str, Any]:
 
     Raises:
         ConfigError: it is no JSON object, or no UTF-8.
-        OSError: it cannot be read.
     """
     from fp8_ds.errors import ConfigError
 
@@ -183,20 +172,16 @@ def read_config(path: Path) -> dict[str, Any]:
         content = path.read_bytes()
     try:
         config = parse_json(content.decode("utf-8"), object_pairs_hook=_without_duplicates)
-    except json.JSONDecodeError as error:
-        line = next(iter(error.doc.splitlines()[error.lineno - 1 : error.lineno]), "").strip()
+        if not isinstance(config, dict):
+            raise ValueError(type(config).__name__)
+    except ValueError as error:  # of JSON, of UTF-8, or a key twice
+        line = ""
+        if isinstance(error, json.JSONDecodeError):
+            line = f": {''.join(error.doc.splitlines()[error.lineno - 1 : error.lineno]).strip()[:_SHOWN]!r}"
         raise ConfigError(
-            "--config: expected JSON (double quotes, no comments, no comma behind the last entry), got "
-            f"{error} in {path}: {line[:_SHOWN]!r}. Name a DeepSpeed configuration."
+            "--config: expected a JSON object with each key once (double quotes, no comments, no comma behind the last "
+            f"entry), got {error} in {path}{line}. Name a DeepSpeed configuration."
         ) from error
-    except ValueError as error:  # of UTF-8, or a key twice
-        raise ConfigError(
-            f"--config: expected JSON with each key once, got {error} in {path}. Name a DeepSpeed configuration."
-        ) from error
-    if not isinstance(config, dict):
-        raise ConfigError(
-            f"--config: expected a JSON object in {path}, got {type(config).__name__}. Name a DeepSpeed configuration."
-        )
     return config
 
 
@@ -209,9 +194,14 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def show(value: Any) -> None:
-    """Print one JSON object."""
-    typer.echo(json.dumps(value))
+def answer(data: Any, as_json: bool, say: Callable[[], None], *, is_yes: bool = True) -> None:
+    """Print `data` as one JSON object, or have `say` print text, and end the command with EXIT_NO unless `is_yes`."""
+    if as_json:
+        typer.echo(json.dumps(data))
+    else:
+        say()
+    if not is_yes:
+        raise typer.Exit(EXIT_NO)
 
 
 def console() -> Console:

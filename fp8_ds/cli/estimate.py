@@ -9,9 +9,9 @@ import typer
 
 from fp8_ds.cli.common import (
     BINARY,
-    EXIT_NO,
     JsonOption,
     SetOption,
+    answer,
     argument,
     console,
     failures,
@@ -20,7 +20,6 @@ from fp8_ds.cli.common import (
     num_parameters,
     read_parsed_config,
     refuse_attention,
-    show,
 )
 
 if TYPE_CHECKING:
@@ -67,26 +66,20 @@ def estimate(
             refuse_attention(module, run.fp8.attention)
         found = footprint.estimate(spec, run)
     fits = memory is None or found.peak <= memory * 2**30
-    if as_json:
-        show(
-            {
-                "model": model,
-                "parameters": found.num_parameters,
-                "stage": run.setup.stage,
-                "world": run.setup.num_ranks,
-                "micro_batch": run.micro_batch,
-                "seq": run.seq_len,
-                "fp8": run.fp8 is not None,
-                **_numbers(found),
-                "peak": found.peak,
-                "peak_compiled_at_most": found.peak_compiled,
-                "fits": None if memory is None else fits,
-            }
-        )
-    else:
-        _print(model, found, run, memory)
-    if not fits:
-        raise typer.Exit(EXIT_NO)
+    data = {
+        "model": model,
+        "parameters": found.num_parameters,
+        "stage": run.setup.stage,
+        "world": run.setup.num_ranks,
+        "micro_batch": run.micro_batch,
+        "seq": run.seq_len,
+        "fp8": run.fp8 is not None,
+        **_numbers(found),
+        "peak": found.peak,
+        "peak_compiled_at_most": found.peak_compiled,
+        "fits": None if memory is None else fits,
+    }
+    answer(data, as_json, lambda: _print(model, found, run, memory), is_yes=fits)
 
 
 def _numbers(found: Footprint) -> dict[str, Any]:

@@ -14,9 +14,9 @@ import typer
 
 from fp8_ds.cli.common import (
     DECIMAL,
-    EXIT_NO,
     JsonOption,
     SetOption,
+    answer,
     argument,
     console,
     failures,
@@ -24,7 +24,6 @@ from fp8_ds.cli.common import (
     num_parameters,
     read_parsed_config,
     refuse_attention,
-    show,
 )
 
 if TYPE_CHECKING:
@@ -55,12 +54,8 @@ def plan(
     """
     with failures(as_json):
         found = _find(model, read_parsed_config(config), world, seq, settings or ())
-    if as_json:
-        show(found | {"layers": [vars(product) for product in found["layers"]]})
-    else:
-        _print(found)
-    if not found["num_fp8"]:
-        raise typer.Exit(EXIT_NO)
+    data = found | {"layers": [vars(product) for product in found["layers"]]}
+    answer(data, as_json, lambda: _print(found), is_yes=found["num_fp8"] > 0)
 
 
 def _find(model: str, config: dict[str, Any], world: int, seq: int | None, settings: Sequence[str]) -> dict[str, Any]:

@@ -369,7 +369,7 @@ def other_universal(engine: Any, path: Path, model_file: Path) -> str:
 
 def _in_form_of(path: Path, stage: int) -> str:
     """Return the command that brings the universal checkpoint in `path` into the form that `stage` reads."""
-    return f"`python -m fp8_ds.tools.convert.universal {path} {stage}` makes it that of stage {stage}"
+    return f"`fp8-ds convert {path} {path} --to universal --stage {stage}` makes it that of stage {stage}"
 
 
 def _whole_shape(p: Any, shape: list[int], content: Mapping[str, Any], num_parts: int) -> list[int]:

@@ -192,45 +192,6 @@ class Group:
     curves: tuple[Curve, ...]
 
 
-@dataclass(frozen=True)
-class Result:
-    """Comparison of a group with the base.
-
-    Attributes:
-        base_loss, loss: means over runs and the compared steps; the latter is NaN where a run diverged in these.
-        percent: mean of `percent_by_pair`, relative differences; `half_width` is half its 95 % interval.
-        verdict: of `Paired`; worse where `diverged_at`, else undecided where `ends_early`.
-        ends_early: one of these runs goes on after the last compared step, for more than a logging interval.
-        diverged_at: the first step in which a run of the group has no finite loss.
-    """
-
-    run: str
-    base_loss: float
-    loss: float
-    percent_by_pair: tuple[float, ...]
-    percent: float
-    half_width: float
-    verdict: Verdict
-    ends_early: bool = False
-    diverged_at: int | None = None
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """All groups, the base first, and the result of each other one.
-
-    Attributes:
-        steps: the steps that all runs have, up to the one that was asked for; `compared` are the last of these.
-        noise_percent: deviation of the base's runs in the compared steps, relative to their mean; None for one run.
-    """
-
-    groups: tuple[Group, ...]
-    steps: tuple[int, ...]
-    compared: tuple[int, ...]
-    noise_percent: float | None
-    results: tuple[Result, ...]
-
-
 def read_groups(texts: Sequence[str], column: str | None) -> list[Group]:
     """Read `[NAME=]PATH[,PATH...]` of each group: one run or several seeds. Without a name it has that of its path.
 
@@ -261,7 +222,7 @@ def read_groups(texts: Sequence[str], column: str | None) -> list[Group]:
     return groups
 
 
-def compare(groups: Sequence[Group], fraction: float, until: int | None = None) -> Comparison:
+def compare(groups: Sequence[Group], fraction: float, until: int | None = None) -> dict[str, Any]:
     """Compare the mean loss over the last steps.
 
     Args:
@@ -270,6 +231,11 @@ def compare(groups: Sequence[Group], fraction: float, until: int | None = None) 
         until: later steps do not count, nor that a run has them; None: runs that go on after the last common step, for
             more than the interval between such steps, leave the verdict undecided.
 
+    Returns:
+        What `--json` prints. Of each other group: mean losses, differences in per cent, half of the 95 % interval of
+        their mean, the verdict, whether a run goes on after the last compared step, and where one diverged. Numbers
+        that are not finite are None.
+
     Raises:
         ConfigError: less than two groups, runs without a pair, too few steps in common, or a base that has diverged or
             whose loss is not above 0.
@@ -277,7 +243,7 @@ def compare(groups: Sequence[Group], fraction: float, until: int | None = None) 
     if len(groups) < 2:
         raise ConfigError(f"runs: expected a base and another, got {len(groups)}. Name both.")
     common = set.intersection(*(set(curve.losses) for group in groups for curve in group.curves))
-    steps = tuple(sorted(step for step in common if until is None or step <= until))
+    steps = sorted(step for step in common if until is None or step <= until)
     if len(steps) < 2:
         raise ConfigError(
             f"runs: expected at least 2 steps that all have{'' if until is None else f' until {until}'}, got "
@@ -299,11 +265,29 @@ def compare(groups: Sequence[Group], fraction: float, until: int | None = None) 
         goes_on = any(max(curve.losses) > latest for curve in (*base.curves, *group.curves))
         ends_early = goes_on and (until is None or until > latest)
         diverged = min((s for curve in group.curves if (s := curve.diverged_at(until)) is not None), default=None)
-        verdict: Verdict = "worse" if diverged is not None else "undecided" if ends_early else paired.verdict()
-        numbers = (_mean(theirs), _mean(ours), paired.by_pair, paired.mean, paired.half_width)
-        results.append(Result(group.name, *numbers, verdict, ends_early, diverged))
-    noise = 100 * statistics.stdev(theirs) / _mean(theirs) if len(theirs) > 1 else None
-    return Comparison(tuple(groups), steps, compared, noise, tuple(results))
+        results.append(
+            {
+                "run": group.name,
+                "base_loss": _mean(theirs),
+                "loss": _finite(_mean(ours)),
+                "percent_by_pair": [_finite(value) for value in paired.by_pair],
+                "percent": _finite(paired.mean),
+                "half_width": _finite(paired.half_width),
+                "verdict": "worse" if diverged is not None else "undecided" if ends_early else paired.verdict(),
+                "ends_early": ends_early,
+                "diverged_at": diverged,
+            }
+        )
+    return {
+        "base": base.name,
+        "steps": len(steps),
+        "compared_steps": len(compared),
+        "from_step": compared[0],
+        "to_step": compared[-1],
+        "ends": {group.name: [max(curve.losses) for curve in group.curves] for group in groups},
+        "noise_percent": 100 * statistics.stdev(theirs) / _mean(theirs) if len(theirs) > 1 else None,
+        "results": results,
+    }
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -313,6 +297,10 @@ def _mean(values: Sequence[float]) -> float:
 
 def _mean_of(curve: Curve, steps: Sequence[int]) -> float:
     return _mean([curve.losses[step] for step in steps])
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _loss_of_base(curve: Curve, steps: Sequence[int], until: int | None) -> float:
@@ -329,53 +317,31 @@ def _loss_of_base(curve: Curve, steps: Sequence[int], until: int | None) -> floa
     return loss
 
 
-def describe(one: Result) -> str:
-    """Say the result in one sentence for a person."""
-    told = f"{one.run}: {one.percent:+.3f} %"
-    if one.diverged_at is not None:
-        return f"{one.run}: diverged at step {one.diverged_at}: worse. Its loss is not finite there."
-    if one.ends_early:
+def describe(found: Mapping[str, Any]) -> str:
+    """Return lines about what was compared, each result, and the noise of the base."""
+    ends = (f"{name} ends at " + " and ".join(map(str, sorted(set(steps)))) for name, steps in found["ends"].items())
+    told = [
+        f"Compared: the mean loss of the last {found['compared_steps']} of {found['steps']} common steps, "
+        f"{found['from_step']} to {found['to_step']}; {', '.join(ends)}.",
+        *map(_describe, found["results"]),
+    ]
+    if found["noise_percent"] is not None:
+        told.append(f"Deviation of {found['base']}'s runs: {found['noise_percent']:.3f} %.")
+    return "\n".join(told)
+
+
+def _describe(one: Mapping[str, Any]) -> str:
+    """Say a result in one sentence."""
+    if one["diverged_at"] is not None:
+        return f"{one['run']}: diverged at step {one['diverged_at']}: worse. Its loss is not finite there."
+    told, num_pairs = f"{one['run']}: {one['percent']:+.3f} %", len(one["percent_by_pair"])
+    if one["ends_early"]:
         return (
             f"{told}: undecided. A run goes on where another has ended: let it go on too, or say by --until STEP that "
             "the steps until there are meant."
         )
-    if len(one.percent_by_pair) == 1:
+    if num_pairs == 1:
         return f"{told}, one pair: undecided. The noise between seeds is not known; two pairs or more have an interval."
-    low, high = one.percent - one.half_width, one.percent + one.half_width
+    low, high = one["percent"] - one["half_width"], one["percent"] + one["half_width"]
     bounds = f"mean at most {MEAN_BOUND} %, upper end at most {UPPER_BOUND} %"
-    interval = f"95 % interval {low:+.3f} to {high:+.3f} % of {len(one.percent_by_pair)} pairs"
-    return f"{told}, {interval}: {one.verdict} ({bounds})."
-
-
-def describe_all(found: Comparison) -> str:
-    """Return lines about what was compared, each result, and the noise of the base."""
-    ends = [(group.name, sorted({max(curve.losses) for curve in group.curves})) for group in found.groups]
-    told = [
-        f"Compared: the mean loss of the last {len(found.compared)} of {len(found.steps)} common steps, "
-        f"{found.compared[0]} to {found.compared[-1]}; "
-        f"{', '.join(f'{name} ends at ' + ' and '.join(map(str, steps)) for name, steps in ends)}.",
-        *map(describe, found.results),
-    ]
-    if found.noise_percent is not None:
-        told.append(f"Deviation of {found.groups[0].name}'s runs: {found.noise_percent:.3f} %.")
-    return "\n".join(told)
-
-
-def as_data(found: Comparison) -> dict[str, Any]:
-    """Return data for JSON; an interval that is not known is null, and so is a diverged run's number."""
-
-    def known(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return [*map(known, value)]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return {
-        "base": found.groups[0].name,
-        "steps": len(found.steps),
-        "compared_steps": len(found.compared),
-        "from_step": found.compared[0],
-        "to_step": found.compared[-1],
-        "ends": {group.name: [max(curve.losses) for curve in group.curves] for group in found.groups},
-        "noise_percent": found.noise_percent,
-        "results": [{key: known(value) for key, value in vars(one).items()} for one in found.results],
-    }
+    return f"{told}, 95 % interval {low:+.3f} to {high:+.3f} % of {num_pairs} pairs: {one['verdict']} ({bounds})."

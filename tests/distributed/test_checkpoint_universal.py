@@ -11,7 +11,7 @@ import test_checkpoint as base
 import training
 from torch import Tensor
 
-from fp8_ds.errors import CheckpointError, ConfigError
+from fp8_ds.errors import CheckpointError
 
 pytestmark = pytest.mark.distributed
 
@@ -79,7 +79,7 @@ def test_a_universal_checkpoint_gives_the_same_state_on_any_ranks_and_stage(
     ranks: Any, tmp_path: Path, same_stage: Plan, other_stage: Plan, comes_back: bool
 ) -> None:
     """Masters, moments, FP8 bytes, scales and histories are equal bit for bit; the training goes on alike."""
-    from fp8_ds.tools.convert.universal import prepare_universal
+    from fp8_ds.tools import convert as conversion
 
     written = ranks(2).run(write_all, str(tmp_path))[0]
     for stage in SOURCES:
@@ -95,10 +95,11 @@ def test_a_universal_checkpoint_gives_the_same_state_on_any_ranks_and_stage(
 
     check(same_stage)
     for source, stage in ((1, 3), (2, 3), (3, 1)):
-        prepare_universal(tmp_path / str(source) / "universal", stage)
+        folder = tmp_path / str(source) / "universal"
+        conversion.convert(folder, folder, "universal", stage=stage)
     check(other_stage)
     if comes_back:
-        prepare_universal(tmp_path / "3/universal", 3)
+        conversion.convert(tmp_path / "3/universal", tmp_path / "3/universal", "universal", stage=3)
         check({2: [(3, 3)]})
 
 
@@ -179,22 +180,12 @@ def load_in_stage(folder: str, stage: int) -> str:
 def test_the_form_of_another_stage_is_named_with_what_brings_it_into_this_one(ranks: Any, tmp_path: Path) -> None:
     """Stage 1 and 2 ended with an IndexError in the middle of the load."""
     from fp8_ds.tools.convert import convert
-    from fp8_ds.tools.convert.universal import prepare_universal
 
     ranks(2).run(save, str(tmp_path))
     universal = tmp_path / "universal"
     convert(tmp_path, universal, "universal")
     for stage in (3, 2):
-        remedy = f"python -m fp8_ds.tools.convert.universal {universal} {stage}"
+        remedy = f"fp8-ds convert {universal} {universal} --to universal --stage {stage}"
         assert all(remedy in said for said in ranks(2).run(load_in_stage, str(tmp_path), stage))
-        prepare_universal(universal, stage)
+        convert(universal, universal, "universal", stage=stage)
         assert ranks(2).run(load_in_stage, str(tmp_path), stage) == ["loaded"] * 2
-
-
-def test_what_is_no_universal_checkpoint_is_refused(tmp_path: Path) -> None:
-    from fp8_ds.tools.convert.universal import prepare_universal
-
-    with pytest.raises(ConfigError, match=r"Name the output folder of ds_to_universal\.py"):
-        prepare_universal(tmp_path, 3)
-    with pytest.raises(ConfigError, match="expected 1, 2 or 3, got 0"):
-        prepare_universal(tmp_path, 0)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -21,7 +20,6 @@ from fp8_ds.checkpoint.folders import MANIFEST
 from fp8_ds.cli.app import app
 from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
 from fp8_ds.tools.convert import convert, kind_of, model_folder
-from fp8_ds.tools.convert.universal import prepare_universal
 
 pytestmark = pytest.mark.distributed
 MODEL = {"frozen": "blocks.1.up"}
@@ -74,15 +72,15 @@ def test_safetensors_are_bf16_of_the_masters(ranks: Any, tmp_path: Path, stage: 
     masters = ranks(2).run(save, str(tmp_path / "ckpt"), stage, fp8)[0]
     found = convert(tmp_path / "ckpt", tmp_path / "out", "safetensors", tag="first")
     saved = load_file(tmp_path / "out/model.safetensors")
-    assert found.num_tensors == len(saved) == len(masters) + 2  # the frozen weight and its bias
-    assert found.files == ("model.safetensors",)
+    assert found["num_tensors"] == len(saved) == len(masters) + 2  # the frozen weight and its bias
+    assert found["files"] == ["model.safetensors"]
     for name, master in masters.items():
         assert torch.equal(saved[name], master), name
     torch.manual_seed(0)
     frozen = dict(training.TinyLM(**MODEL).named_parameters())["blocks.1.up.weight"]
     assert torch.equal(saved["blocks.1.up.weight"], frozen.bfloat16())
     latest = convert(tmp_path / "ckpt", tmp_path / "latest", "safetensors")
-    assert latest.num_bytes == found.num_bytes
+    assert latest["num_bytes"] == found["num_bytes"]
     name = "lm_head.weight"
     assert not torch.equal(load_file(tmp_path / "latest/model.safetensors")[name], saved[name])
 
@@ -97,10 +95,10 @@ def test_shards_have_the_layout_of_transformers(ranks: Any, tmp_path: Path, monk
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
     assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
-    assert {"config.json", "model.safetensors.index.json", *files} == set(found.files)
+    assert {"config.json", "model.safetensors.index.json", *files} == set(found["files"])
     assert (
         index["metadata"]["total_size"]
-        == found.num_bytes
+        == found["num_bytes"]
         == 2
         * sum(load_file(tmp_path / "out" / index["weight_map"][name])[name].numel() for name in index["weight_map"])
     )
@@ -111,9 +109,9 @@ def test_universal_loads_in_another_stage_and_becomes_safetensors(ranks: Any, tm
     folder = tmp_path / "ckpt"
     masters = ranks(2).run(save_all, str(folder))[0]
     found = convert(folder, folder / "universal", "universal", tag="first", stage=3)
-    assert found.target == kind_of(folder / "universal") == "universal"
-    assert found.num_tensors == 3 * len(masters)
-    assert found.num_bytes == 12 * sum(master.numel() for master in masters.values())
+    assert found["target"] == kind_of(folder / "universal") == "universal"
+    assert found["num_tensors"] == 3 * len(masters)
+    assert found["num_bytes"] == 12 * sum(master.numel() for master in masters.values())
     loaded = ranks(2).run(load_universal, str(folder), 3)[0]
     assert masters.keys() == loaded.keys()
     convert(folder / "universal", tmp_path / "out", "safetensors")
@@ -143,7 +141,7 @@ def test_a_damaged_or_unfinished_checkpoint_is_not_converted(ranks: Any, tmp_pat
     folder = tmp_path / "ckpt"
     ranks(2).run(save_all, str(folder))
     (folder / "first").rename(folder / "first.replaced")  # killed between the renames of a second save
-    assert convert(folder, tmp_path / "whole", "safetensors").num_tensors > 0
+    assert convert(folder, tmp_path / "whole", "safetensors")["num_tensors"] > 0
     path = next((folder / "first.replaced").glob("*_optim_states.pt"))
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4  # in a tensor: torch.load does not notice
@@ -303,7 +301,7 @@ def test_the_name_of_a_folder_is_no_pattern_that_opens_another(ranks: Any, tmp_p
     assert not mark.exists()
     universal, again = folder / "u[n]", folder / "again"
     found = convert(folder, universal, "universal")
-    assert found == replace(convert(folder, again, "universal"), files=found.files, latest=found.latest)
+    assert found | {"latest": None} == convert(folder, again, "universal") | {"latest": None}
     convert(folder, folder / "weights", "safetensors")
     assert not mark.exists()
     saved = load_file(folder / "weights/model.safetensors")
@@ -333,13 +331,13 @@ def test_code_in_a_universal_checkpoint_is_not_executed_unless_it_is_trusted(ran
             with pytest.raises(CheckpointError, match=r"os\.makedirs.*add --trust-pickle"):
                 convert(universal, tmp_path / "out", target, stage=stage)  # type: ignore[arg-type]
         with pytest.raises(CheckpointError, match=r"os\.makedirs"):
-            prepare_universal(universal, 3)
+            convert(universal, universal, "universal", stage=3)
         assert not mark.exists() and not list((tmp_path / "out").glob("*"))
         convert(universal, tmp_path / f"out-{path.stem}", "safetensors", trust_pickle=True)
         assert mark.exists()
         mark.rmdir()
         path.write_bytes(content)
-    prepare_universal(universal, 3)
+    convert(universal, universal, "universal", stage=3)
 
 
 def refusals(folder: str, stage: int) -> None:
@@ -408,7 +406,7 @@ def test_a_damaged_universal_checkpoint_is_not_converted(ranks: Any, tmp_path: P
     content[len(content) // 2] ^= 4
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"fp32\.pt has \d+ bytes of CRC-32"):
-        prepare_universal(tmp_path / "universal", 3)
+        convert(tmp_path / "universal", tmp_path / "universal", "universal", stage=3)
     for target, stage in (("safetensors", None), ("universal", 3)):
         with pytest.raises(CheckpointError, match=r"fp32\.pt has \d+ bytes of CRC-32"):
             convert(tmp_path / "universal", tmp_path / "out", target, stage=stage)  # type: ignore[arg-type]
@@ -430,7 +428,7 @@ def test_a_conversion_that_fails_leaves_what_was_there(
         patch.setattr(folders, "seal_universal", fail)  # the files have been written
         for act in (
             lambda: convert(tmp_path, tmp_path / "other", "universal"),
-            lambda: prepare_universal(tmp_path / "universal", 3),
+            lambda: convert(tmp_path / "universal", tmp_path / "universal", "universal", stage=3),
         ):
             with pytest.raises(OSError, match="No space left"):
                 act()
@@ -438,7 +436,7 @@ def test_a_conversion_that_fails_leaves_what_was_there(
             assert (tmp_path / "latest_universal").read_text() == "universal"
             assert {path: path.read_bytes() for path in (tmp_path / "universal").rglob("*") if path.is_file()} == files
     (tmp_path / "universal").rename(tmp_path / "universal.replaced")  # killed between two renames
-    prepare_universal(tmp_path / "universal", 3)
+    convert(tmp_path / "universal", tmp_path / "universal", "universal", stage=3)
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
@@ -511,8 +509,8 @@ def test_training_starts_from_safetensors_at_any_stage_and_world_size(
     convert(tmp_path / "ckpt", weights, "safetensors")
     for stage in (2, 3):
         done = convert(weights, tmp_path / f"stage{stage}", "universal", stage=stage)
-        assert (done.source, done.target, done.num_tensors) == ("safetensors", "universal", 3 * len(masters))
-        assert done.num_bytes == 12 * sum(master.numel() for master in masters.values())
+        assert (done["source"], done["target"], done["num_tensors"]) == ("safetensors", "universal", 3 * len(masters))
+        assert done["num_bytes"] == 12 * sum(master.numel() for master in masters.values())
     assert (tmp_path / "latest_universal").read_text() == "stage3"
     for world, stages in plan.items():
         found = ranks(world).run(start_from, str(tmp_path), stages)[0]

@@ -300,11 +300,11 @@ def test_a_universal_checkpoint_takes_experts_to_another_stage(
 ) -> None:
     from test_checkpoint_universal import convert
 
-    from fp8_ds.tools.convert.universal import prepare_universal
+    from fp8_ds.tools import convert as conversion
 
     before = ranks(2).run(universal, source, str(tmp_path), False)[0]
     convert(tmp_path)
-    prepare_universal(tmp_path / "universal", target)
+    conversion.convert(tmp_path / "universal", tmp_path / "universal", "universal", stage=target)
     after = ranks(2).run(universal, target, str(tmp_path), True)[0]
     training.assert_fp8_equals(after["state"][0], before["state"][0])
     assert all(torch.equal(after["state"][1][name], master) for name, master in before["state"][1].items())

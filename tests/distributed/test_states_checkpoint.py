@@ -424,7 +424,7 @@ def read_aligned(folder: str, stage: int, master: str) -> Any:
 def test_a_universal_checkpoint_gives_the_same_bytes_on_any_ranks_and_stage(
     ranks: Any, tmp_path: Path, master: str
 ) -> None:
-    from fp8_ds.tools.convert.universal import prepare_universal
+    from fp8_ds.tools import convert as conversion
 
     def whole(results: list[Any]) -> list[dict[str, dict[str, Tensor]]]:
         return [base.assembled([result[part] for result in results]) for part in (0, 1)]
@@ -438,7 +438,8 @@ def test_a_universal_checkpoint_gives_the_same_bytes_on_any_ranks_and_stage(
     for name, targets in plan.items():
         for world, stage, other_stage in targets:
             if other_stage:
-                prepare_universal(tmp_path / str(name) / "universal", stage)
+                folder = tmp_path / str(name) / "universal"
+                conversion.convert(folder, folder, "universal", stage=stage)
             read = whole(ranks(world).run(read_aligned, str(tmp_path / str(name)), stage, master))
             for got, expected in zip(read, written[name], strict=True):
                 base.assert_same_states(got, expected)

@@ -13,7 +13,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +25,7 @@ from fp8_ds.checkpoint.folders import GLOBAL_STATE, TENSORS
 from fp8_ds.checkpoint.state import CHECKPOINT_KEY, LEFT_OUT_KEY
 from fp8_ds.errors import CheckpointError, ConfigError, Fp8DsError, UnsupportedError
 from fp8_ds.tools.convert import model_folder, universal
-from fp8_ds.tools.convert.universal import read_file, refuse_damage
+from fp8_ds.tools.convert.universal import read_file, refuse_damage, shapes_in, tensor_in
 
 Kind = Literal["deepspeed", "universal", "safetensors"]
 
@@ -40,25 +39,6 @@ _WHOLE_REMEDY = "Load a universal checkpoint of it without tensor parallelism, a
 _MODEL_FILES, _LAYER_FILES = "*mp_rank_*_model_states.pt", "layer_*-model_states.pt"
 
 
-@dataclass(frozen=True)
-class Converted:
-    """Result of a conversion.
-
-    Attributes:
-        source, target: kinds of checkpoint.
-        files: names within the output folder.
-        num_tensors, num_bytes: number and size of safetensors, or of universal masters and moments in fp32.
-        latest: DeepSpeed's file beside a universal checkpoint, with its name in it; None where none was written.
-    """
-
-    source: Kind
-    target: Kind
-    files: tuple[str, ...]
-    num_tensors: int
-    num_bytes: int
-    latest: str | None = None
-
-
 def kind_of(folder: Path) -> Kind:
     """Return the kind of checkpoint in `folder`. Trainer's checkpoint-N, which also has safetensors, is DeepSpeed's.
 
@@ -66,6 +46,7 @@ def kind_of(folder: Path) -> Kind:
         ConfigError: it holds none of these.
         OSError: there is no such folder.
     """
+    folders.restore_replaced(folder.resolve())  # a conversion in its place may have been killed
     os.listdir(folder)
     if (folder / GLOBAL_STATE).exists():
         return "universal"
@@ -94,17 +75,23 @@ def convert(
     stage: int | None = None,
     model: Path | None = None,
     trust_pickle: bool = False,
-) -> Converted:
+) -> dict[str, Any]:
     """Write the checkpoint in `source` into `out` as `target`.
 
     Args:
         source: a folder, see `kind_of`.
-        out: a folder that is empty or not there.
+        out: a folder that is empty or not there; or `source`, a universal checkpoint that is brought into the form of
+            `stage`. What is to be replaced stays until the new one is complete.
         target: "safetensors" or "universal".
         tag: which of several saves of a DeepSpeed checkpoint; None: the latest.
         stage: ZeRO stage that is to load the universal checkpoint; None: the one that saved the DeepSpeed checkpoint.
         model: for safetensors: a folder whose config and tokenizer files are copied beside the weights.
         trust_pickle: whether files may hold more than data; then code of whoever wrote them is executed.
+
+    Returns:
+        What `--json` prints: kinds of `source` and `target`; `files`, names within `out`; `num_tensors` and `num_bytes`
+        of safetensors, or of universal masters and moments in fp32; `latest`, the path of DeepSpeed's file beside a
+        universal checkpoint with its name in it, or None.
 
     Raises:
         ConfigError: `source` is none of these, `out` is not empty, or an option is of another target.
@@ -113,8 +100,9 @@ def convert(
         UnsupportedError: there is no such conversion; it says what to do instead.
         OSError: a file cannot be read or written.
     """
-    kind = kind_of(source)
-    if out.exists() and any(out.iterdir()):
+    kind, latest = kind_of(source), None
+    is_in_place = kind == target == "universal" and out.resolve() == source.resolve()
+    if out.exists() and any(out.iterdir()) and not is_in_place:
         raise ConfigError(f"out: expected an empty folder, got {out} with files. Name another.")
     if target == "deepspeed" or kind == target == "safetensors":
         remedy = _UNIVERSAL_REMEDY if target == "deepspeed" else "They are safetensors already, in their dtype."
@@ -127,44 +115,49 @@ def convert(
     ):
         if is_wrong:
             raise ConfigError(f"{option}: expected it with {wanted} only, got {kind} to {target}. Leave it out.")
-    if target == "universal" and kind != "deepspeed" and stage is None:
-        raise ConfigError(f"--stage: expected the stage that is to load it, got none from {kind}. Name 1, 2 or 3.")
     if target == "universal":
-        return _to_universal(kind, source, out.resolve(), tag, stage, trust_pickle)
-    configurations = model_folder.configuration_files(model) if model is not None else []
-    tensors = _of_universal(source, trust_pickle) if kind == "universal" else _of_save(source, tag, trust_pickle)
-    num_tensors, num_bytes = model_folder.write_tensors(tensors, out)
-    for path in configurations:
-        shutil.copyfile(path, out / path.name)
-    return Converted(kind, target, tuple(sorted(os.listdir(out))), num_tensors, num_bytes)
+        if kind != "deepspeed" and stage is None:
+            raise ConfigError(f"--stage: expected the stage that is to load it, got none from {kind}. Name 1, 2 or 3.")
+        num_tensors, num_bytes = _write_universal(kind, source, out.resolve(), tag, stage, trust_pickle)
+        if kind != "universal":
+            latest = out.resolve().parent / folders.LATEST_UNIVERSAL
+            folders.write_text(latest, out.resolve().name)
+    else:
+        configurations = model_folder.configuration_files(model) if model is not None else []
+        tensors = _of_universal(source, trust_pickle) if kind == "universal" else _of_save(source, tag, trust_pickle)
+        num_tensors, num_bytes = model_folder.write_tensors(tensors, out)
+        for path in configurations:
+            shutil.copyfile(path, out / path.name)
+    return {
+        "source": kind,
+        "target": target,
+        "files": sorted(os.listdir(out)),
+        "num_tensors": num_tensors,
+        "num_bytes": num_bytes,
+        "latest": None if latest is None else str(latest),
+    }
 
 
-def _to_universal(
+def _write_universal(
     kind: Kind, source: Path, out: Path, tag: str | None, stage: int | None, trust_pickle: bool
-) -> Converted:
+) -> tuple[int, int]:
+    """Write `out`, and return how many masters and moments it has, and their bytes."""
     if out.is_mount():
         raise ConfigError(f"out: expected a folder that a rename can name, got the mount {out}. Name one in it.")
     with universal.published(out) as work:
-        if kind == "deepspeed":
-            _run_ds_to_universal(source, tag, work, trust_pickle)
-            if stage is not None:
-                universal.rewrite(work, stage, trust_pickle, out)
-        elif kind == "universal":
-            universal.copy_as(source, work, int(stage or 0), trust_pickle)
-        else:
+        if kind == "safetensors":
             universal.write_weights(model_folder.read_tensors(source), work, int(stage or 0), source)
+        else:
+            if kind == "deepspeed":
+                _run_ds_to_universal(source, tag, work, trust_pickle)
+            else:
+                universal.check_universal(source, trust_pickle)
+                shutil.copytree(source, work, dirs_exist_ok=True)  # links are followed
+            if stage is not None:
+                universal.rewrite(work, stage, trust_pickle, out if kind == "deepspeed" else source)
         paths = [path for path in (work / "zero").rglob("*.pt") if path.name in TENSORS]
-        sizes = [_tensor_in(read_file(path, trust_pickle)).nbytes for path in paths]
-    latest = None if kind == "universal" else out.parent / folders.LATEST_UNIVERSAL
-    if latest is not None:
-        folders.write_text(latest, out.name)
-    files = tuple(sorted(os.listdir(out)))
-    return Converted(kind, "universal", files, len(sizes), sum(sizes), None if latest is None else str(latest))
-
-
-def _tensor_in(content: Any) -> Tensor:
-    tensor: Tensor = content["param"] if isinstance(content, dict) else content
-    return tensor
+        sizes = [tensor_in(read_file(path, trust_pickle)).nbytes for path in paths]
+    return len(sizes), sum(sizes)
 
 
 def _of_universal(source: Path, trust_pickle: bool) -> Iterator[tuple[str, Tensor]]:
@@ -178,11 +171,9 @@ def _of_universal(source: Path, trust_pickle: bool) -> Iterator[tuple[str, Tenso
             f"convert: expected trainable weights only in a universal checkpoint, got frozen ones too "
             f"({next(iter(frozen))}), which ds_to_universal.py leaves out. Convert the DeepSpeed checkpoint instead."
         )
-    shapes = {name: shape for group in state["param_shapes"] for name, shape in group.items()}
-    folders.refuse_paths(shapes, files[0])
-    for name, shape in shapes.items():
+    for name, shape in shapes_in(state, files[0]).items():
         content = read_file(source / "zero" / name / TENSORS[0], trust_pickle, "cpu")
-        yield name, _tensor_in(content).reshape(shape).to(torch.bfloat16)
+        yield name, tensor_in(content).reshape(shape).to(torch.bfloat16)
 
 
 @contextmanager

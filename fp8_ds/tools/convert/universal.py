@@ -1,7 +1,5 @@
 """Universal checkpoints: bring one into the form that another ZeRO stage reads, or make one of weights.
 
-    python -m fp8_ds.tools.convert.universal FOLDER STAGE [--trust-pickle]
-
 ds_to_universal.py names and wraps its files as the source's stage does, so that DeepSpeed loads them at another world
 size, but not at another stage (1 and 2 are alike, 3 differs). The tensors are the same, and a second call with the old
 stage goes back. DeepSpeed without fp8_ds reads the result, too.
@@ -12,7 +10,6 @@ runtime/engine.py:4568, runtime/zero/stage3.py:3653 and 3766 (0.19.8; 0.18.9 is 
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,29 +23,11 @@ from torch import Tensor
 from fp8_ds.checkpoint import folders
 from fp8_ds.checkpoint.contents import read_data
 from fp8_ds.checkpoint.folders import GLOBAL_STATE, TENSORS
-from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError, refusals_without_traceback
+from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
 
 _MODEL_FILE, _STAGE3_PREFIX = "mp_rank_00_model_states.pt", "zero_pp_rank_0_"
 _WEIGHTS = (torch.bfloat16, torch.float16, torch.float32)
 _NUM_SHOWN = 3
-
-
-def prepare_universal(folder: Path, stage: int, trust_pickle: bool = False) -> None:
-    """Bring a universal checkpoint into the form of ZeRO stage `stage`, in one process. An error changes nothing.
-
-    Args:
-        folder: the output folder of ds_to_universal.py.
-        stage: 1, 2 or 3.
-        trust_pickle: whether files may hold more than data; then code of whoever wrote them is executed.
-
-    Raises:
-        ConfigError: it is no universal checkpoint, or `stage` is none of these.
-        CheckpointError: its files are not as they were written, hold more than data, or are no files.
-        UnsupportedError: it was written by several tensor-parallel ranks.
-    """
-    folder = folder.resolve()
-    with published(folder) as work:
-        copy_as(folder, work, stage, trust_pickle)
 
 
 @contextmanager
@@ -66,14 +45,6 @@ def published(out: Path) -> Iterator[Path]:
         save.undo()
         raise
     save.finish()
-
-
-def copy_as(source: Path, folder: Path, stage: int, trust_pickle: bool) -> None:
-    """Fill `folder` with the universal checkpoint `source`, links followed, in the form of `stage`."""
-    if (source / GLOBAL_STATE).exists():
-        check_universal(source, trust_pickle)
-        shutil.copytree(source, folder, dirs_exist_ok=True)
-    rewrite(folder, stage, trust_pickle, source)
 
 
 def check_universal(folder: Path, trust_pickle: bool) -> None:
@@ -108,15 +79,28 @@ def read_file(path: Path, trust_pickle: bool, device: str = "meta") -> Any:
         raise CheckpointError(f"{error} To execute what a file names, add --trust-pickle.") from error
 
 
+def tensor_in(content: Any) -> Tensor:
+    """Return the tensor of a parameter's file, which stages 1 and 2 wrap."""
+    tensor: Tensor = content["param"] if isinstance(content, dict) else content
+    return tensor
+
+
+def shapes_in(model_state: Any, file: Path) -> dict[str, Any]:
+    """Return the shapes of the trainable parameters by name, from the content of the model file `file`."""
+    shapes = {name: shape for group in model_state["param_shapes"] for name, shape in group.items()}
+    folders.refuse_paths(shapes, file)
+    return shapes
+
+
 def rewrite(folder: Path, stage: int, trust_pickle: bool, name: Path) -> None:
     """Bring the files in `folder`, no link among them, into the form of `stage`; errors speak of `name`."""
     if stage not in (1, 2, 3):
         raise ConfigError(f"stage: expected 1, 2 or 3, got {stage!r}. Name the stage that is to load the checkpoint.")
     files = [path for prefix in ("", _STAGE3_PREFIX) for path in folder.glob(f"{prefix}mp_rank_*_model_states.pt")]
-    if not files or not (folder / GLOBAL_STATE).exists():
+    if not files:
         raise ConfigError(
-            f"universal checkpoint: expected model files and {GLOBAL_STATE} in {str(name)!r}, got none. "
-            "Name the output folder of ds_to_universal.py."
+            f"universal checkpoint: expected model files in {str(name)!r}, got none. Name the output folder of "
+            "ds_to_universal.py."
         )
     names = {file.name.removeprefix(_STAGE3_PREFIX) for file in files}
     if len(names) > 1:
@@ -130,8 +114,7 @@ def rewrite(folder: Path, stage: int, trust_pickle: bool, name: Path) -> None:
         if not (target := folder / f"{prefix}{min(names)}").exists():
             shutil.copyfile(files[0], target)
     model_state = read_file(files[0], trust_pickle)
-    shapes = {key: shape for group in model_state["param_shapes"] for key, shape in group.items()}
-    folders.refuse_paths(shapes, name / files[0].name)
+    shapes = shapes_in(model_state, name / files[0].name)
     _complete_global_state(folder, model_state["ds_version"], trust_pickle)
     for path, shape in ((folder / "zero" / key / file, shape) for key, shape in shapes.items() for file in TENSORS):
         content = read_file(path, trust_pickle, "cpu") if path.exists() else None
@@ -198,12 +181,3 @@ def write_weights(tensors: Iterable[tuple[str, Tensor]], folder: Path, stage: in
     counts = {"global_steps": 0, "skipped_steps": 0, "dp_world_size": 1, "mp_world_size": 1}
     torch.save(model_state | counts, folder / _MODEL_FILE)
     rewrite(folder, stage, False, name)
-
-
-if __name__ == "__main__":
-    trusts = "--trust-pickle" in sys.argv
-    arguments = [argument for argument in sys.argv[1:] if argument != "--trust-pickle"]
-    if len(arguments) != 2 or arguments[1] not in ("1", "2", "3"):
-        raise SystemExit("use: python -m fp8_ds.tools.convert.universal FOLDER STAGE [--trust-pickle]")
-    with refusals_without_traceback():
-        prepare_universal(Path(arguments[0]), int(arguments[1]), trusts)

@@ -104,24 +104,21 @@ class Parts:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes on one rank.
+    """Bytes on the rank that holds most.
 
     Attributes:
         fp8, other: parts of FP8 weights, and of all other parameters with the padding.
-        fp8_mean: total of `fp8`, mean over the ranks: in stages 1 and 2 a rank's partition may hold few FP8 weights.
         buckets: buffers that gradients are reduced in; there all the time in stage 3, else during the backward.
         unreduced: gradients of all parameters that stage 1 without overlap_comm holds until the backward ends.
-        num_fp8, num_other: parameters, over all ranks.
+        num_parameters: elements, over all ranks.
         stage: ZeRO stage.
     """
 
     fp8: Parts
     other: Parts
-    fp8_mean: float
     buckets: int
     unreduced: int
-    num_fp8: int
-    num_other: int
+    num_parameters: int
     stage: int
 
     @property
@@ -139,49 +136,47 @@ class StateBytes:
         return self.at_step - (self.parts.gradients if self.stage < 3 else 0)
 
     @property
-    def per_fp8_weight(self) -> float:
-        """Bytes per FP8 weight when a step begins, mean over the ranks."""
-        return self.fp8_mean / max(self.num_fp8, 1)
-
-    @property
     def per_parameter(self) -> float:
         """Bytes per parameter of the whole model when a step begins, without buckets."""
-        return self.parts.total / max(self.num_fp8 + self.num_other, 1)
+        return self.parts.total / max(self.num_parameters, 1)
 
 
-def estimate_states(weights: Sequence[Weight], setup: Setup, rank: int | None = None) -> StateBytes:
-    """Estimate the bytes of `weights` on a rank.
+def estimate_states(weights: Sequence[Weight], setup: Setup) -> StateBytes:
+    """Estimate the bytes of `weights`.
 
     Args:
         weights: all parameters, in order (`weights_of` reads them from a module).
         setup: how they are trained.
-        rank: within the ZeRO group; None: the rank that holds most.
 
     Raises:
         ValueError: a stage that is none of 1, 2, 3, or no ranks.
     """
-    if setup.stage not in (1, 2, 3) or setup.num_ranks < 1:
-        raise ValueError(
-            f"setup: expected stage 1, 2 or 3 and at least one rank, got stage {setup.stage} and {setup.num_ranks}."
-        )
-    by_rank = list((_stage3 if setup.stage == 3 else _stage12)(weights, setup))
-    found = (
-        by_rank[rank] if rank is not None else max(by_rank, key=lambda kinds: kinds[True].total + kinds[False].total)
-    )
+    most = max(parts_by_rank(weights, setup), key=lambda kinds: kinds[True].total + kinds[False].total)
     num_buffers, numel = 2 if setup.overlap_comm and setup.stage < 3 else 1, setup.reduce_bucket_size
     if setup.releases:  # buffers and the copy that a reduction makes share the threshold
         numel = min(numel, OUTSTANDING_UPDATE_BYTES // (num_buffers + 1) // BF16)
     late = setup.stage == 1 and num_buffers == 1 and not setup.releases
     return StateBytes(
-        fp8=found[True],
-        other=found[False],
-        fp8_mean=sum(kinds[True].total for kinds in by_rank) / setup.num_ranks,
+        fp8=most[True],
+        other=most[False],
         buckets=num_buffers * numel * (setup.grad_bytes if setup.stage == 1 else BF16),
         unreduced=setup.grad_bytes * sum(weight.numel for weight in weights if weight.is_trainable) if late else 0,
-        num_fp8=sum(weight.numel for weight in weights if weight.is_fp8),
-        num_other=sum(weight.numel for weight in weights if not weight.is_fp8),
+        num_parameters=sum(weight.numel for weight in weights),
         stage=setup.stage,
     )
+
+
+_Kinds = dict[bool, Parts]
+"""Parts of FP8 weights (True) and of others."""
+
+
+def parts_by_rank(weights: Sequence[Weight], setup: Setup) -> Iterator[_Kinds]:
+    """Yield the parts of each rank of the ZeRO group. It raises as `estimate_states` does."""
+    if setup.stage not in (1, 2, 3) or setup.num_ranks < 1:
+        raise ValueError(
+            f"setup: expected stage 1, 2 or 3 and at least one rank, got stage {setup.stage} and {setup.num_ranks}."
+        )
+    yield from (_stage3 if setup.stage == 3 else _stage12)(weights, setup)
 
 
 def weights_of(module: nn.Module, linear: LinearConfig | None = None) -> list[Weight]:
@@ -195,10 +190,6 @@ def weights_of(module: nn.Module, linear: LinearConfig | None = None) -> list[We
     ]
 
 
-_Kinds = dict[bool, Parts]
-"""Parts of FP8 weights (True) and of others."""
-
-
 def _stage12(weights: Sequence[Weight], setup: Setup) -> Iterator[_Kinds]:
     """Yield each rank's parts: one flat parameter group in equal partitions, all weights on every rank."""
     common: _Kinds = {True: Parts(), False: Parts()}
@@ -206,13 +197,13 @@ def _stage12(weights: Sequence[Weight], setup: Setup) -> Iterator[_Kinds]:
     starts = [0, *accumulate(weight.numel for weight in trainable)]
     alignment = _RANK_ALIGNMENT * setup.num_ranks
     partition = -(-starts[-1] // alignment) * alignment // setup.num_ranks
-    cut = []
+    laid_out = []
     for is_fp8 in (True, False):
         chosen = [(w, start) for w, start in zip(trainable, starts, strict=False) if w.is_fp8 == is_fp8]
         sizes = [w.numel for w, _ in chosen]
         layout = compact_layout([start for _, start in chosen], sizes, partition, setup.num_ranks, _ALIGNMENT[is_fp8])
         common[is_fp8].weights += layout.numel * (1 if is_fp8 else BF16)
-        cut.append(([w for w, _ in chosen], layout.fragments))
+        laid_out.append(([w for w, _ in chosen], layout.fragments))
     for weight in weights:
         if not weight.is_trainable:
             common[weight.is_fp8].weights += weight.numel * (1 if weight.is_fp8 else BF16)
@@ -221,7 +212,7 @@ def _stage12(weights: Sequence[Weight], setup: Setup) -> Iterator[_Kinds]:
     for rank in range(setup.num_ranks):
         kinds = {is_fp8: replace(parts) for is_fp8, parts in common.items()}
         padding = partition
-        for chosen_weights, fragments in cut:
+        for chosen_weights, fragments in laid_out:
             for fragment in fragments[rank]:
                 weight, numel = chosen_weights[fragment.index], fragment.numel
                 padding -= numel

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +26,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama-70b": _LLAMA
     | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
     | {"vocab_size": 128256},
-    "qwen3-8b": {
-        "model_type": "qwen3",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-    },
+    "qwen3-8b": {"model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
+    | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
     "gpt2": {"model_type": "gpt2"},
     "mixtral-8x7b": {"model_type": "mixtral"},
 }
@@ -58,18 +50,20 @@ class ModelSpec:
     Attributes:
         name: as the user wrote it.
         config: of transformers, as a dict; None for a function of the user's.
+        settings: entries that replace those of `config`.
         function: builds the module; None for a configuration.
     """
 
     name: str
-    config: dict[str, Any] | None = None
+    config: Mapping[str, Any] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
     function: Callable[[], nn.Module] | None = None
 
     def build(self) -> nn.Module:
         """Build the module in training mode and bf16, on the meta device.
 
         Raises:
-            ConfigError: transformers does not know the configuration, or the function returns no module.
+            ConfigError: transformers does not know the configuration or a setting, or the function returns no module.
             ModelError: the function raised.
         """
         with torch.device("meta"):
@@ -97,11 +91,9 @@ class ModelSpec:
                 f"model: expected transformers to be installed for {self.name}, got none. "
                 "Install it (the hf extra), or name a function: module:function."
             ) from error
-        assert self.config is not None
         AttentionInterface.register(_ATTENTION, _attention)
-        options = {key: value for key, value in self.config.items() if key != "model_type"}
         try:
-            config = AutoConfig.for_model(self.config["model_type"], **options)
+            config = AutoConfig.for_model(**self._settled(AutoConfig.for_model(**(self.config or {}))))
             config.use_cache = False
             try:
                 if config.model_type not in _READS_ITS_MASK:
@@ -112,6 +104,8 @@ class ModelSpec:
             # Its class does not ask the registry (GPT-Neo, Falcon, MPT): what it trains with is its own.
             config._attn_implementation = None
             return AutoModelForCausalLM.from_config(config)
+        except ConfigError:
+            raise
         except Exception as error:  # transformers has no class for what it finds wrong in a configuration
             what = " ".join(str(error).split())
             what = what if len(what) < _SHOWN else f"{what[:_SHOWN]} ..."
@@ -120,6 +114,19 @@ class ModelSpec:
                 f"({type(error).__name__}: {what}). Name another, repair it or --set, or name a function: "
                 "module:function."
             ) from error
+
+    def _settled(self, config: Any) -> dict[str, Any]:
+        """Return the entries with the settings in place, each under the name that `config`, made without them, has."""
+        entries = dict(self.config or {})
+        for key, value in self.settings.items():
+            if key not in entries and not hasattr(config, key):
+                near = difflib.get_close_matches(key, sorted({*config.to_dict(), *entries}), n=1)
+                raise ConfigError(
+                    f"--set: expected a key of {self.name}'s configuration, got {key!r}. "
+                    + (f"Did you mean {near[0]}?" if near else "Its class in transformers has no such key.")
+                )
+            entries[key if key in entries else config.attribute_map.get(key, key)] = value
+        return entries
 
 
 def _attention(
@@ -140,12 +147,12 @@ def read_spec(text: str, settings: Sequence[str] = ()) -> ModelSpec:
         settings: "key=value" pairs that replace entries of the configuration; values are JSON, else strings.
 
     Raises:
-        ConfigError: it is none of these, or a setting is not a pair of a known key and a value.
+        ConfigError: it is none of these, or a setting is no pair of a key and a value.
         ModelError: the module's own code raised.
         OSError: a file cannot be read.
     """
     if text in FAMILIES:
-        return ModelSpec(text, _replaced(text, FAMILIES[text], settings))
+        return ModelSpec(text, FAMILIES[text], _pairs(settings))
     path = Path(text)
     if path.is_dir():
         path /= "config.json"
@@ -159,7 +166,7 @@ def read_spec(text: str, settings: Sequence[str] = ()) -> ModelSpec:
                 f'model: expected a configuration of transformers with "model_type" in {path}, got none. '
                 "Use a config.json as save_pretrained writes it."
             )
-        return ModelSpec(text, _replaced(text, config, settings))
+        return ModelSpec(text, config, _pairs(settings))
     module, _, function = text.partition(":")
     if module and function:
         if settings:
@@ -214,42 +221,6 @@ def _function(module: str, name: str) -> Callable[[], nn.Module]:
         raise ConfigError(f"{expected} {kind}. Name one that makes and returns a model.")
     function: Callable[[], nn.Module] = found
     return function
-
-
-def _replaced(name: str, config: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
-    """Return `config` with the entries of `settings`, each under the name that the configuration has for it."""
-    pairs = _pairs(settings)
-    defaults = _defaults(str(pairs.get("model_type", config["model_type"]))) if pairs else None
-    result = dict(config)
-    for key, value in pairs.items():
-        if key in config or defaults is None:
-            result[key] = value
-        elif hasattr(defaults, key):
-            result[defaults.attribute_map.get(key, key)] = value
-        else:
-            near = difflib.get_close_matches(key, sorted({*defaults.to_dict(), *config}), n=1)
-            raise ConfigError(
-                f"--set: expected a key of {name}'s configuration, got {key!r}. "
-                + (f"Did you mean {near[0]}?" if near else "Its class in transformers has no such key.")
-            )
-    return result
-
-
-def _defaults(model_type: str) -> Any:
-    """Return a configuration of this type; None if there is no such type, or no transformers: `build` says so."""
-    try:
-        from transformers import CONFIG_MAPPING
-    except ImportError:
-        return None
-    if model_type not in CONFIG_MAPPING:
-        return None
-    try:
-        return CONFIG_MAPPING[model_type]()
-    except Exception as error:  # transformers has no class for what its configurations refuse
-        raise ConfigError(
-            f"--set: expected a model_type whose configuration has defaults, by which keys are known, got {model_type} "
-            f"({type(error).__name__}: {error}). Write the key into a config.json."
-        ) from error
 
 
 def _pairs(settings: Sequence[str]) -> dict[str, Any]:

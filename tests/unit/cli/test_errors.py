@@ -64,7 +64,6 @@ FILES: dict[str, str | bytes] = {
 PATHS = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
 PLAN = ("plan", "llama-8b", "--config", "ds.json")
 ESTIMATE = ("estimate", "--config", "ds.json", "--seq", 8)
-COMPARE = ("compare", "good.csv", "copy.csv")
 
 
 @pytest.fixture(autouse=True)
@@ -108,8 +107,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("estimate", "llama-8b", "--config", "types.json"), 2, 'data_types: expected what DeepSpeed reads, got "x"'),
         ((*ESTIMATE, "llama-8b", "--memory", -5), 2, "--memory"),
         ((*ESTIMATE, "llama-8b", "--memory", "inf"), 2, "--memory"),
-        ((*COMPARE, "--png", "x.png"), 2, "--png: expected a command or option of this version, got one that is gone."),
-        ((*COMPARE, "--html=h.html"), 2, "one that is gone. Draw the losses from the runs' own files"),
         (("compare", "good.csv", "fp8=gone"), 3, "RUNS: expected a file or folder to work with, got 'No such file"),
         (("compare", "good.csv", "word.csv"), 2, "word.csv: expected steps and losses, got ValueError: could not"),
         (("compare", "good.csv", "step.csv"), 2, "step.csv: expected steps and losses, got ValueError: could not"),
@@ -135,7 +132,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ((), 2, "Missing command"),
         (("plan", "llama-8b"), 2, "--config"),
         (("no-such-command",), 2, "no-such-command"),
-        (("heatmap", "health.jsonl", "o.png"), 2, "heatmap: expected a command or option of this version, got one"),
+        (("heatmap", "health.jsonl", "o.png"), 2, "heatmap: expected a command of this version, got one"),
         (("parity", "gpt2", "--data", "short.txt"), 2, "got one that is gone. Start examples/deepspeed/parity.py, or"),
         (("estimate", "llama-8b", "--config", "ds.json", "--world", "two"), 2, "--world"),
     ],
@@ -195,9 +192,9 @@ def test_a_key_is_not_taken_unseen_where_transformers_cannot_tell_which_there_ar
     monkeypatch.setitem(transformers.CONFIG_MAPPING._extra_content, "demanding", Demanding)
     command = ["plan", "demanding.json", "--config", "ds.json", "--json"]
     (folder / "demanding.json").write_text('{"model_type": "demanding"}')
-    for more, word in (([], "causal language model"), (["--set", "typo=1"], "--set: expected a model_type whose")):
+    for more in ([], ["--set", "typo=1"]):
         result = CliRunner().invoke(app, [*command, *more])
-        assert result.exit_code == 2 and word in json.loads(result.stdout)["error"]
+        assert result.exit_code == 2 and "causal language model" in json.loads(result.stdout)["error"]
     monkeypatch.setitem(sys.modules, "transformers", None)
     result = CliRunner().invoke(app, ["plan", "llama-8b", "--config", "ds.json", "--json", "--set", "typo=1"])
     assert result.exit_code == 2 and "expected transformers to be installed" in json.loads(result.stdout)["error"]

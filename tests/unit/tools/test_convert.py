@@ -24,7 +24,6 @@ from fp8_ds.cli.app import app
 from fp8_ds.engine import checking
 from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
 from fp8_ds.tools.convert import convert, kind_of, model_folder
-from fp8_ds.tools.convert.universal import prepare_universal
 
 MODEL_FILE = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
@@ -192,7 +191,7 @@ def test_what_is_no_file_is_refused_by_name_in_checkpoints(tmp_path: Path, kind:
         for act in (
             lambda: convert(universal, place / "out", "universal", stage=3),  # noqa: B023
             lambda: convert(universal, place / "out", "safetensors"),  # noqa: B023
-            lambda: prepare_universal(universal, 3),  # noqa: B023
+            lambda: convert(universal, universal, "universal", stage=3),  # noqa: B023
         ):
             assert_refused(path, kind, act)
     place = in_place_of(tmp_path / "save/global_step1/mp_rank_00_model_states.pt", kind).parent
@@ -217,7 +216,7 @@ def test_names_in_a_universal_checkpoint_lead_to_no_other_folder(tmp_path: Path,
     for act in (
         lambda: convert(universal, tmp_path / "out", "universal", stage=3),
         lambda: convert(universal, tmp_path / "out", "safetensors"),
-        lambda: prepare_universal(universal, 3),
+        lambda: convert(universal, universal, "universal", stage=3),
     ):
         with pytest.raises(CheckpointError, match=r"expected names that stay in their folder, got '.*elsewhere'"):
             act()
@@ -235,7 +234,7 @@ def test_a_link_in_a_universal_checkpoint_is_not_written_through(tmp_path: Path,
     path.symlink_to(elsewhere)
     files = list(elsewhere.iterdir()) if elsewhere.is_dir() else [elsewhere]
     before = {file: file.read_bytes() for file in files}
-    prepare_universal(universal, 3)
+    convert(universal, universal, "universal", stage=3)
     assert {file: file.read_bytes() for file in files} == before
     assert torch.equal(torch.load(universal / "zero/w/fp32.pt"), torch.ones(4))  # the form of stage 3
 
@@ -246,7 +245,7 @@ def test_a_link_to_nothing_is_not_written_through(tmp_path: Path) -> None:
     path.unlink()
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="mp_rank_00_model_states"):
-        prepare_universal(universal, 3)
+        convert(universal, universal, "universal", stage=3)
     assert not (tmp_path / "elsewhere").exists()
 
 
@@ -285,10 +284,10 @@ def test_model_files_of_tensor_parallel_ranks_stay_where_the_stage_reads_them(
         torch.save({}, universal / name)
     before = {path: path.read_bytes() for path in universal.rglob("*.pt")}
     for stage in stages:
-        prepare_universal(universal, stage)
+        convert(universal, universal, "universal", stage=stage)
     assert {path: path.read_bytes() for path in universal.rglob("*.pt")} == before
     with pytest.raises(UnsupportedError, match=r"expected one tensor-parallel rank, .* got 2\. Name the stage"):
-        prepare_universal(universal, other)
+        convert(universal, universal, "universal", stage=other)
 
 
 @pytest.mark.parametrize("prefix", ["", "zero_pp_rank_0_"])

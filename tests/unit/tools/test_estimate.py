@@ -17,6 +17,7 @@ from fp8_ds.tools.estimate import (
     Setup,
     Weight,
     estimate_states,
+    parts_by_rank,
     weights_of,
 )
 
@@ -42,7 +43,7 @@ def test_an_fp8_weight_takes_the_promised_bytes_on_one_rank(
     stage: int, master: str, release: bool, expected: float
 ) -> None:
     found = estimate_states([Weight(1 << 20, True)], setup(stage, 1, master, release))
-    assert found.per_fp8_weight == found.per_parameter == expected
+    assert found.per_parameter == expected
 
 
 def test_other_parameters_have_masters_of_24_bits_beside_split_ones() -> None:
@@ -55,27 +56,27 @@ def test_other_parameters_have_masters_of_24_bits_beside_split_ones() -> None:
 
 def test_stage_2_cuts_padded_groups_and_pads_buffers_to_16_bytes() -> None:
     weights = [Weight(10, True), Weight(7, False)]  # 17 elements, padded to 20: rank 0 has the first, rank 1 the rest
-    first, second = (estimate_states(weights, setup(2, 2), rank) for rank in (0, 1))
-    assert first.fp8 == Parts(weights=16, master=128, moments=256, moment_scales=8, gradients=20)
-    assert first.other == Parts(weights=16)
-    assert second.fp8 == Parts(weights=16)
-    assert second.other == Parts(weights=16, master=128, moments=256, moment_scales=8, gradients=14)
-    assert estimate_states(weights, setup(2, 2)) == first
-    fp32 = estimate_states(weights, Setup(2, 2), 1)
-    assert fp32.other.master == 40  # its 7 elements and 3 of padding
+    first, second = parts_by_rank(weights, setup(2, 2))
+    assert first[True] == Parts(weights=16, master=128, moments=256, moment_scales=8, gradients=20)
+    assert first[False] == second[True] == Parts(weights=16)
+    assert second[False] == Parts(weights=16, master=128, moments=256, moment_scales=8, gradients=14)
+    most = estimate_states(weights, setup(2, 2))
+    assert (most.fp8, most.other) == (first[True], first[False])
+    _, fp32 = parts_by_rank(weights, Setup(2, 2))
+    assert fp32[False].master == 40  # its 7 elements and 3 of padding
 
 
 def test_a_weight_that_a_partition_cuts_has_its_groups_on_both_ranks_and_its_gradient_whole() -> None:
     weights = [Weight(200, True)]
-    first, second = (estimate_states(weights, setup(1, 2), rank).fp8 for rank in (0, 1))
+    first, second = (kinds[True] for kinds in parts_by_rank(weights, setup(1, 2)))
     assert (first.moment_scales, first.moments, first.gradients) == (8, 256, 400)
     assert (second.moment_scales, second.moments, second.gradients) == (16, 512, 400)  # elements 100 to 200: 2 groups
-    fp32 = estimate_states(weights, setup(2, 2, grad_bytes=4), 1)
-    assert fp32.fp8.gradients == 400  # of its 100 elements alone
+    _, fp32 = parts_by_rank(weights, setup(2, 2, grad_bytes=4))
+    assert fp32[True].gradients == 400  # of its 100 elements alone
 
 
 def test_stage_3_cuts_every_weight_and_some_ranks_hold_padding_only() -> None:
-    found = [estimate_states([Weight(5, True)], setup(3, 4), rank).fp8 for rank in range(4)]
+    found = [kinds[True] for kinds in parts_by_rank([Weight(5, True)], setup(3, 4))]
     held = Parts(weights=16, master=128, moments=256, moment_scales=8, gradients=4, gathered=5)
     assert found[:3] == [held, held, held]
     assert found[3] == Parts(weights=16, gradients=4, gathered=5)
@@ -140,10 +141,10 @@ def test_totals_before_and_after_a_step_differ_by_the_gradients_except_in_stage_
 @pytest.mark.parametrize(("stage", "num_ranks"), [(2, 8), (2, 64), (3, 8), pytest.param(3, 64, marks=pytest.mark.slow)])
 def test_states_of_all_ranks_together_do_not_depend_on_their_number(stage: int, num_ranks: int) -> None:
     one = estimate_states(LLAMA_8B, setup(stage, 1)).parts
-    ranks = [estimate_states(LLAMA_8B, setup(stage, num_ranks), rank) for rank in range(num_ranks)]
+    ranks = [kinds[True] + kinds[False] for kinds in parts_by_rank(LLAMA_8B, setup(stage, num_ranks))]
     for part in ("master", "moments", "moment_scales"):
-        assert sum(getattr(found.parts, part) for found in ranks) == pytest.approx(getattr(one, part), rel=1e-3)
-    assert estimate_states(LLAMA_8B, setup(stage, num_ranks)).at_step == max(found.at_step for found in ranks)
+        assert sum(getattr(found, part) for found in ranks) == pytest.approx(getattr(one, part), rel=1e-3)
+    assert estimate_states(LLAMA_8B, setup(stage, num_ranks)).parts.total == max(found.total for found in ranks)
 
 
 def test_the_llama_sizes_are_those_of_the_models() -> None:
@@ -239,10 +240,12 @@ def markdown_tables() -> tuple[str, str]:
         for num_ranks in (1, 8, 64):
             for choice in _CHOICES:
                 found = estimate_states(LLAMA_8B, Setup(stage, num_ranks, choice))
-                whole, num = found.parts, found.num_fp8 + found.num_other
+                whole, num = found.parts, found.num_parameters
+                num_fp8 = sum(weight.numel for weight in LLAMA_8B if weight.is_fp8)
+                of_fp8 = sum(kinds[True].total for kinds in parts_by_rank(LLAMA_8B, Setup(stage, num_ranks, choice)))
                 columns = (whole.weights + whole.gathered, whole.master, whole.moments + whole.moment_scales)
                 numbers = [f"{value / num:.2f}" for value in (*columns, whole.gradients)]
-                numbers += [f"{found.per_parameter:.2f}", f"{found.per_fp8_weight:.2f}"]
+                numbers += [f"{found.per_parameter:.2f}", f"{of_fp8 / num_ranks / num_fp8:.2f}"]
                 parts.append([stages, str(num_ranks), *_shown(choice), *numbers])
     head = ["Stage", "Ranks", "States", "Master", "Release", "Weights", "Master beside", "Moments", "Gradients"]
     sizes = []

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +40,7 @@ def test_masters_are_the_tensors_and_moments_are_zero_and_take_no_room(tmp_path:
     found = convert(source, tmp_path / "out", "universal", stage=stage)
     everything = WEIGHTS | big
     numel = sum(tensor.numel() for tensor in everything.values())
-    assert (found.num_tensors, found.num_bytes) == (3 * len(everything), 12 * numel)
+    assert (found["num_tensors"], found["num_bytes"]) == (3 * len(everything), 12 * numel)
     assert {path.name for path in (tmp_path / "out/zero").iterdir()} == {*everything, "optimizer_state.pt"}
     assert read_manifest(tmp_path / "out") is not None
     for name, tensor in everything.items():
@@ -81,7 +79,7 @@ def test_only_the_files_of_the_index_are_read(tmp_path: Path) -> None:
     source = indexed(
         tmp_path / "model", dict.fromkeys(WEIGHTS, "part.safetensors"), part=WEIGHTS, whole={"other": torch.ones(2)}
     )
-    assert convert(source, tmp_path / "out", "universal", stage=2).num_tensors == 3 * len(WEIGHTS)
+    assert convert(source, tmp_path / "out", "universal", stage=2)["num_tensors"] == 3 * len(WEIGHTS)
 
 
 def with_index(folder: Path, text: str) -> Path:
@@ -157,6 +155,8 @@ def test_options_that_safetensors_need_and_that_they_do_not_have(tmp_path: Path)
     source = write(tmp_path / "model", one=WEIGHTS)
     with pytest.raises(ConfigError, match=r"--stage: expected the stage that is to load it.*Name 1, 2 or 3"):
         convert(source, tmp_path / "out", "universal")
+    with pytest.raises(ConfigError, match="stage: expected 1, 2 or 3, got 0"):
+        convert(source, tmp_path / "out", "universal", stage=0)
     with pytest.raises(ConfigError, match=r"--trust-pickle: expected it with files of torch.save"):
         convert(source, tmp_path / "out", "universal", stage=2, trust_pickle=True)
 
@@ -165,11 +165,3 @@ def test_the_package_comes_with_ours() -> None:
     """`fp8-ds convert` is there after `pip install -e .`."""
     (wanted,) = re.findall(r"^dependencies = (\[.*\])$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert "safetensors" in {re.split("[<>=]", one)[0] for one in json.loads(wanted)}
-
-
-def test_what_the_program_refuses_is_the_message_alone(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    command = [sys.executable, "-m", "fp8_ds.tools.convert.universal", "empty", "3"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    message = "universal checkpoint: expected model files and zero/optimizer_state.pt"
-    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
