@@ -26,7 +26,7 @@ from fp8_ds.zero.stage import Fp8Context
 
 CHECKPOINT_KEY = "fp8_ds"
 LEFT_OUT_KEY = "left_out"
-FOLLOWING_KEY = "following"
+CALLBACKS_KEY = "following"
 """Key in our state: state of monitor and guard."""
 LATE_KEY = "late_overflow"
 """Key in our state: a skipped last step that the engine does not know of (`bf16.check_grad_overflow` false)."""
@@ -113,7 +113,7 @@ def _other_layers(there: Plan, here: Plan, of_a_stage: bool) -> str:
 
 
 def wrong_entries(
-    context: Fp8Context, state: Any, module_only: bool, with_optimizer: bool, of_other_cuts: bool
+    context: Fp8Context, state: Any, module_only: bool, with_optimizer: bool, of_other_shards: bool
 ) -> list[str]:
     """Describe the entries that `restore_state` and `split_master_scales` cannot take over; empty if there are none.
 
@@ -122,7 +122,7 @@ def wrong_entries(
         state: content of a model file under `CHECKPOINT_KEY`.
         module_only: see `restore_state`, which reads less then.
         with_optimizer: whether the same parameters are trained here as where it was saved.
-        of_other_cuts: whether ranks may have had other shards of the weights than they have here.
+        of_other_shards: whether ranks may have had other shards of the weights than they have here.
 
     Raises:
         ConfigError: the state, or its layer plan, is of an unknown version.
@@ -151,7 +151,7 @@ def wrong_entries(
     shapes: dict[tuple[Any, ...], tuple[int, ...]] = {}
     if granularity == TENSOR:
         shapes = {("scale_inv", name): () for name in names}
-    elif with_optimizer and not of_other_cuts:  # frozen ones have one scale where masters were split at the start
+    elif with_optimizer and not of_other_shards:  # frozen ones have one scale where masters were split at the start
         here = {name: context.weights[name] for name in names & context.trainable.keys()}
         shapes = {("scale_inv", name): granularity.grid(getattr(p, "ds_shape", p.shape)) for name, p in here.items()}
     if context.history is not None and _converted(plan) == _converted(context.plan):

@@ -16,14 +16,12 @@ import typer
 
 from fp8_ds import run
 from fp8_ds.cli.common import (
-    DECIMAL,
     Commands,
     JsonOption,
     answer,
     argument,
     console,
     failures,
-    in_units,
     read_config,
 )
 from fp8_ds.cli.estimate import estimate
@@ -209,6 +207,8 @@ def convert(
 
     Exit codes: 0 done, 2 wrong usage or refused, 3 file error, 4 a defect.
     """
+    from rich.filesize import decimal
+
     with failures(as_json):
         from fp8_ds.tools import convert as conversion
 
@@ -216,7 +216,7 @@ def convert(
             conversion.kind_of(source)
         found = conversion.convert(source, out, to.value, tag, stage, model, trust_pickle)
     dtype = "fp32" if to.value == "universal" else "bf16"
-    what = f"{found['num_tensors']} tensors, {in_units(DECIMAL, found['num_bytes'])} in {dtype}"
+    what = f"{found['num_tensors']} tensors, {decimal(found['num_bytes'], precision=2)} in {dtype}"
     lines = [f"{found['source']} to {found['target']}: {what}; {len(found['files'])} entries in {out}"]
     if found["latest"] is not None:
         reads = f"load_checkpoint({str(Path(found['latest']).parent)!r}) reads it"

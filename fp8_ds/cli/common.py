@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -211,26 +211,9 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else _WIDTH)
 
 
-Unit = tuple[str, float]
-"""Name of a unit, and how many of the thing it is."""
-
-BINARY: Sequence[Unit] = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
-DECIMAL: Sequence[Unit] = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
-_SHORT = 0.1
-
-
-def fitting_unit(units: Sequence[Unit], number: float) -> Unit:
-    """Return the first of `units` of which there is a tenth, so that two decimals say something; else the last."""
-    return next((unit for unit in units if number >= _SHORT * unit[1]), units[-1])
-
-
-def in_units(units: Sequence[Unit], num_bytes: float) -> str:
-    """Return a text of bytes in the unit that fits."""
-    name, size = fitting_unit(units, num_bytes)
-    return f"{num_bytes / size:.2f} {name}"
-
-
 def num_parameters(number: int) -> str:
     """Return a text such as `8.03 B parameters` or `12.4 M parameters`; in full below 0.1 M."""
-    name, size = fitting_unit((("B ", 1e9), ("M ", 1e6), ("", 1)), number)
-    return f"{number / size:.3g} {name}parameters" if name else f"{number:,} parameters"
+    for unit, size in (("B", 1e9), ("M", 1e6)):
+        if number >= size / 10:
+            return f"{number / size:.3g} {unit} parameters"
+    return f"{number:,} parameters"

@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fp8_ds.cli.common import (
-    BINARY,
     JsonOption,
     SetOption,
     answer,
     argument,
     console,
     failures,
-    fitting_unit,
-    in_units,
     num_parameters,
     read_parsed_config,
     refuse_attention,
@@ -24,6 +21,8 @@ from fp8_ds.cli.common import (
 
 if TYPE_CHECKING:
     from fp8_ds.tools.estimate.footprint import Footprint, Run
+
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def estimate(
@@ -102,7 +101,8 @@ def _print(model: str, found: Footprint, run: Run, memory: float | None) -> None
     states = f"{optimizer.states} states, {optimizer.master_format} masters" if run.fp8 else "stock bf16"
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     # Of the smaller peak: DeepSpeed's buckets are 1 GB by default, beside which a small model would be rows of 0.00.
-    unit, size = fitting_unit(BINARY, min(found.in_backward, found.in_step))
+    smaller = min(found.in_backward, found.in_step)
+    unit, size = next((one for one in _UNITS if smaller >= one[1] / 10), _UNITS[-1])
     shown = {unit: found} if found.in_bf16 is None else {unit: found, "layers in bf16": found.in_bf16}
     columns = (Column(name, justify="right") for name in shown)
     table = Table("part", *columns, title=f"{model}, stage {run.setup.stage}, {ranks}, {states}")
@@ -118,6 +118,6 @@ def _print(model: str, found: Footprint, run: Run, memory: float | None) -> None
     )
     if memory is not None:
         verdict = "fits into" if found.peak <= memory * 2**30 else "does not fit into"
-        at_most = in_units(BINARY, found.peak_compiled)
-        compiled = "" if found.peak_compiled == found.peak else f" Compiled: at most {at_most}."
-        out.print(f"{in_units(BINARY, found.peak)}: {verdict} {memory:g} GiB.{compiled}")
+        at_most = f" Compiled: at most {found.peak_compiled / size:.2f} {unit}."
+        compiled = "" if found.peak_compiled == found.peak else at_most
+        out.print(f"{found.peak / size:.2f} {unit}: {verdict} {memory:g} GiB.{compiled}")

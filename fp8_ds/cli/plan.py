@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fp8_ds.cli.common import (
-    DECIMAL,
     JsonOption,
     SetOption,
     answer,
     argument,
     console,
     failures,
-    in_units,
     num_parameters,
     read_parsed_config,
     refuse_attention,
@@ -75,8 +73,8 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int | None, setti
     refuse_settings(fp8, config)
     if (autotp := number(block_of(config, "tensor_parallel").get("autotp_size"), 1)) > 1:
         raise UnsupportedError(
-            f"tensor_parallel.autotp_size: expected 1 or none, got {autotp}. DeepSpeed cuts layers when a run starts, "
-            "and plan sees them whole only: leave it out to see which ones would be in FP8, and divide --world by it."
+            f"tensor_parallel.autotp_size: expected 1 or none, got {autotp}. DeepSpeed shards layers when a run "
+            "starts, and plan sees whole ones only: leave it out to see which are to be in FP8, and divide --world by it."
         )
     stage = zero_stage(config)
     with argument("MODEL"):
@@ -139,6 +137,7 @@ def _scheduled(found: Sequence[Product], config: ScheduleConfig, total_steps: ob
 
 
 def _print(found: dict[str, Any]) -> None:
+    from rich.filesize import decimal
     from rich.table import Table
 
     from fp8_ds.nn.layers import MIN_NUMEL
@@ -160,7 +159,7 @@ def _print(found: dict[str, Any]) -> None:
         share = found["gathered_bytes_per_pass"] / bf16
         out.print(
             f"ZeRO stage {found['stage']}, {found['world']} ranks: all weights once are "
-            f"{in_units(DECIMAL, found['gathered_bytes_per_pass'])} on the wire, {share:.2f} of bf16's."
+            f"{decimal(found['gathered_bytes_per_pass'], precision=2)} on the wire, {share:.2f} of bf16's."
         )
     if found["schedule_varies"]:
         out.print('"schedule" puts FP8 layers into bf16 for a part of the run: the above is of the other steps.')

@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError, PydanticKnownError
 from typing_extensions import Self
 
 from fp8_ds.config.ds_config import zero_stage
-from fp8_ds.config.explain import Key, as_json, explain, explain_no_object
+from fp8_ds.config.explain import Key, as_json, explain
 from fp8_ds.errors import ConfigError
 
 
@@ -247,7 +247,8 @@ class Fp8Config(_Block):
             ConfigError: a key is wrong; the message names every such key, its value and the remedy.
         """
         if not isinstance(block, dict):
-            raise ConfigError(explain_no_object(block))
+            said = f"fp8: expected an object, got {as_json(block)}"
+            raise ConfigError(f'{said}. Write "fp8": {{"enabled": true}}, or leave the block out.')
         try:
             return cls.model_validate(block)
         except ValidationError as error:

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 from pydantic_core import ErrorDetails
 
+_LISTENER = "For another, add a listener that judges (engine.add_fp8_listener, docs/monitor.md)"
 REMOVED = {
     "fp8.linear.layer_choice": (
-        'Remove the key: all linears that may be in FP8 are. Name those that shall stay bf16 in "filter_fqns"; '
-        "`fp8-ds plan` prints the names of those that are too small to gain"
+        'Remove the key: all linears that may be in FP8 are. Name those that shall stay bf16 in "filter_fqns", such as '
+        "`fp8-ds plan` calls too small to gain"
     ),
     "fp8.linear.tokens": 'Remove the key: it was for "layer_choice", which is gone',
     "fp8.linear.max_experts": (
@@ -33,21 +34,10 @@ REMOVED = {
         "Remove the key. Where the monitor shows underflow in the inputs of down_proj, name these layers in "
         '"linear.filter_fqns", or set "guard": {"action": "bf16"}'
     ),
-    "fp8.tensor_parallel.chunks": (
-        "Remove the key: shards are gathered at once, which was faster in five of six layers that were timed"
-    ),
-    "fp8.tensor_parallel.scales": (
-        "Remove the key: each rank scales its shard by its own amax, which was as near to the exact product as one "
-        "scale for all ranks"
-    ),
-    "fp8.guard.saturation": (
-        "Remove the key: the limit is 0.01. For another, add a listener that judges (engine.add_fp8_listener, "
-        "docs/monitor.md)"
-    ),
-    "fp8.guard.underflow": (
-        "Remove the key: the limit is 0.2. For another, add a listener that judges (engine.add_fp8_listener, "
-        "docs/monitor.md)"
-    ),
+    "fp8.tensor_parallel.chunks": "Remove the key: shards are gathered at once",
+    "fp8.tensor_parallel.scales": "Remove the key: each rank scales its shard by its own amax",
+    "fp8.guard.saturation": f"Remove the key: the limit is 0.01. {_LISTENER}",
+    "fp8.guard.underflow": f"Remove the key: the limit is 0.2. {_LISTENER}",
     "fp8.guard.return_after": (
         "Remove the key: a layer that the guard has sent to bf16 stays there until "
         'engine.set_layer_precision(name, "schedule")'
@@ -160,17 +150,13 @@ def explain(details: ErrorDetails, known: Mapping[str, Key]) -> str:
         return f'{key}: expected true or false, got nothing. Write "{path[-1]}": true.'
     said = f"{key}: expected {_expected(key, details, known)}, got {as_json(value)}"
     if value == "auto":
-        return f"{said}. {_auto_remedy(known.get(key))}"
+        hint = "true or false" if key in known and known[key].values == "true, false" else "a value, or remove the key"
+        return f'{said}. "auto" is not supported: no tool fills it in inside the "fp8" block; write {hint}.'
     if isinstance(value, str) and (remedy := REMOVED.get(f"{key}={value}")):
         return f"{said}, which this version has no more. {remedy}."
     if details["type"] == "model_type":
         return f"{said}. {_inner_block_remedy(key, value, known)}"
     return f"{said}. {_value_remedy(key, value, details, known.get(key))}"
-
-
-def explain_no_object(block: Any) -> str:
-    """Return the line for a whole block that is no JSON object."""
-    return f'fp8: expected an object, got {as_json(block)}. Write "fp8": {{"enabled": true}}, or leave the block out.'
 
 
 def _expected(key: str, details: ErrorDetails, known: Mapping[str, Key]) -> str:
@@ -241,18 +227,11 @@ def _without_quotes(value: Any, values: Sequence[str]) -> str | None:
     return bare if kind in values or (kind == "integer" and "number" in values) else None
 
 
-def _auto_remedy(known: Key | None) -> str:
-    hint = "write true or false" if known and known.values == "true, false" else "write a value, or remove the key"
-    return f'"auto" is not supported: no tool fills it in inside the "fp8" block; {hint}.'
-
-
 def _unknown_key_remedy(key: str, known: Collection[str]) -> str:
     blocks = [block for block in dict.fromkeys(other.rpartition(".")[0] for other in known) if block != "fp8"]
     parent, _, name = key.rpartition(".")
     if name.startswith(COMMENT_SIGNS):
         return 'The block takes no comments: put it beside "fp8", where DeepSpeed passes over it.'
-    if key in REMOVED:
-        return REMOVED[key]
     if key in _BESIDE:
         return f"It belongs in {_BESIDE[key]}, beside the block."
     if library := next((library for library, keys in _FOREIGN.items() if name in keys), None):

@@ -22,7 +22,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from fp8_ds.checkpoint import folders
 from fp8_ds.checkpoint.contents import read_data, read_structure
 from fp8_ds.checkpoint.folders import GLOBAL_STATE, MANIFEST, TENSORS, Manifest
-from fp8_ds.checkpoint.state import CHECKPOINT_KEY, FOLLOWING_KEY, wrong_entries
+from fp8_ds.checkpoint.state import CALLBACKS_KEY, CHECKPOINT_KEY, wrong_entries
 from fp8_ds.engine.log import say
 from fp8_ds.engine.saving import all_do, host_of, layout, tell_all
 from fp8_ds.engine.tp_sharded_models import is_cut, lacks_info
@@ -242,8 +242,8 @@ def _wrong_state(load: Load, tag: str) -> list[str | ConfigError]:
         except ConfigError as error:
             return [error]
         if not (wrong or load.load_module_only or following is None):
-            problem = following.wrong_state(state.get(FOLLOWING_KEY))
-            at = f"{CHECKPOINT_KEY}[{FOLLOWING_KEY!r}]"
+            problem = following.wrong_state(state.get(CALLBACKS_KEY))
+            at = f"{CHECKPOINT_KEY}[{CALLBACKS_KEY!r}]"
             wrong = [f"{at}: expected what a save writes, got {problem}"] if problem else []
         found += [f"{path}: {text}" for text in wrong]
     return found

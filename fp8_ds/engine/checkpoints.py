@@ -15,8 +15,8 @@ from torch import nn
 from fp8_ds.checkpoint.folders import as_file_errors, refuse_tag
 from fp8_ds.checkpoint.state import (
     BOUND_SUMS_KEY,
+    CALLBACKS_KEY,
     CHECKPOINT_KEY,
-    FOLLOWING_KEY,
     LATE_KEY,
     restore_state,
     save_state,
@@ -80,7 +80,7 @@ class Fp8Checkpoints:
             frozen = [name for name, p in self.module.named_parameters() if not p.requires_grad]
             client_state[CHECKPOINT_KEY] = save_state(context, frozen if exclude_frozen_parameters else [])
         if self._fp8_step_callbacks is not None:
-            client_state[CHECKPOINT_KEY][FOLLOWING_KEY] = self._fp8_step_callbacks.state_dict()
+            client_state[CHECKPOINT_KEY][CALLBACKS_KEY] = self._fp8_step_callbacks.state_dict()
             self._fp8_step_callbacks.leave_out_evaluations(client_state[CHECKPOINT_KEY]["history"])
         if isinstance(self.optimizer, Fp8States):
             client_state[CHECKPOINT_KEY][LATE_KEY] = self.optimizer.fp8_flag.late()
@@ -192,7 +192,7 @@ class Fp8Checkpoints:
             self.optimizer.fp8_flag.load(bool(state.get(LATE_KEY)))
             if load_optimizer_states:
                 self.optimizer.fp8_load_bound_sums(state.get(BOUND_SUMS_KEY, {}))
-        self._fp8_step_callbacks.resume(None if load_module_only else state.get(FOLLOWING_KEY))
+        self._fp8_step_callbacks.resume(None if load_module_only else state.get(CALLBACKS_KEY))
 
     def load_module_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Load as DeepSpeed does. Masters of FP8 weights get the loaded values, without an FP8 rounding between."""

@@ -107,9 +107,10 @@ def _torch() -> Iterator[Check]:
     yield Check("CUDA", "ok" if is_new else "warning", torch.version.cuda, remedy)
     from fp8_ds.attention.packages import CUDNN_REMEDY, older_cudnn
 
-    older = older_cudnn()
-    text = f"{older}: SDPA may leave cuDNN for a slower attention" if older else str(torch.backends.cudnn.version())
-    yield Check("cuDNN", "warning" if older else "ok", text, CUDNN_REMEDY if older else "")
+    if older := older_cudnn():
+        yield Check("cuDNN", "warning", f"{older}: SDPA may leave cuDNN for a slower attention", CUDNN_REMEDY)
+    else:
+        yield Check("cuDNN", "ok", str(torch.backends.cudnn.version()))
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         yield Check("NCCL", "ok", ".".join(map(str, torch.cuda.nccl.version())))
     else:
@@ -254,6 +255,7 @@ def probes() -> list[Check]:
 def _probe(recipe: str, device: torch.device) -> Check:
     """Check a product against the plain reference; time it on a GPU, for a CPU's speed says nothing."""
     import torch
+    from torch.utils.benchmark import Timer
 
     from fp8_ds.engine.refusals_device import capabilities, refuse_device
     from fp8_ds.testing import sqnr_db
@@ -269,7 +271,8 @@ def _probe(recipe: str, device: torch.device) -> Check:
         db = sqnr_db(expected, found)
         text = "the bits of the reference" if torch.equal(found, expected) else f"SQNR {db:.1f} dB to the reference"
         if device.type == "cuda":
-            fp8, bf16 = (2 * size**3 / _seconds(call) / 1e12 for call in (fast, lambda: x @ weight.t()))
+            timers = (Timer("call()", globals={"call": call}) for call in (fast, lambda: x @ weight.t()))
+            fp8, bf16 = (2 * size**3 / timer.blocked_autorange(min_run_time=0.1).median / 1e12 for timer in timers)
             text += f"; {fp8:.0f} TFLOP/s, bf16 {bf16:.0f}"
     except (Fp8DsError, RuntimeError) as error:
         return Check(name, "optional", str(error).splitlines()[0])
@@ -292,10 +295,3 @@ def _product(recipe: str, backend: str, x: Tensor, weight: Tensor) -> Callable[[
     found: Any = model[0].fp8_recipe
     x_fp8 = found.quantize_input(x, needs_columns=False, record=False)
     return partial(found.output, x_fp8, read_weight(model[0].weight, found), x.dtype)
-
-
-def _seconds(call: Callable[[], Tensor]) -> float:
-    """Return the median seconds that a GPU needs for one of many calls in a row."""
-    from torch.utils.benchmark import Timer
-
-    return float(Timer("call()", globals={"call": call}).blocked_autorange(min_run_time=0.1).median)

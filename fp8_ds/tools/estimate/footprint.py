@@ -323,9 +323,9 @@ def _live_bytes(model: nn.Module, weights: list[Weight], run: Run) -> int:
     setup, bound = run.setup, run.zero.max_live_parameters
     if setup.stage < 3 or setup.num_ranks == 1:
         return 0
-    cut = [weight for weight in weights if weight.numel >= setup.persistence_threshold]
-    numel = sum(weight.numel for weight in cut)
-    num_bytes = sum(w.numel * (1 if w.is_fp8 and not w.in_bf16 else BF16) for w in cut)
+    sharded = [weight for weight in weights if weight.numel >= setup.persistence_threshold]
+    numel = sum(weight.numel for weight in sharded)
+    num_bytes = sum(w.numel * (1 if w.is_fp8 and not w.in_bf16 else BF16) for w in sharded)
     needed = live_weights(model, run.zero.max_reuse_distance, run.holds_head, setup.persistence_threshold)
     if needed.leaves and run.fp8 is not None and not run.names_live:
         bound = max(bound, needed.total)
