@@ -74,7 +74,7 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int | None, setti
     if (autotp := number(block_of(config, "tensor_parallel").get("autotp_size"), 1)) > 1:
         raise UnsupportedError(
             f"tensor_parallel.autotp_size: expected 1 or none, got {autotp}. DeepSpeed shards layers when a run "
-            "starts, and plan sees whole ones only: leave it out to see which are to be in FP8, and divide --world by it."
+            "starts, and plan sees whole ones: leave it out to see which would be in FP8, and divide --world by it."
         )
     stage = zero_stage(config)
     with argument("MODEL"):
