@@ -20,8 +20,8 @@ from fp8_ds.config.ds_config import BATCH_SIZES, FP32_NAMES, block_of, gradient_
 from fp8_ds.config.schedule import PrecisionSchedule
 from fp8_ds.engine.leaves import LIVE_NAMES, live_weights
 from fp8_ds.engine.liger_loss import most_chunks
-from fp8_ds.engine.refusals import REFUSALS, refuse_config
-from fp8_ds.engine.startup import total_steps
+from fp8_ds.engine.refusals import refusals_of
+from fp8_ds.engine.startup import refuse_settings, total_steps
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.nn.convert import apply_plan, make_plan
 from fp8_ds.nn.layers import fp8_layers
@@ -78,11 +78,10 @@ def read_run(
         ConfigError: the "fp8" block is wrong, DeepSpeed refuses the configuration, or there is no micro-batch.
         UnsupportedError: the configuration is refused with FP8, or has what is not estimated.
     """
-    block, stage = config.get("fp8"), zero_stage(config)
+    block = config.get("fp8")
     fp8 = None if block is None else Fp8Config.from_block(block)
     if fp8 is not None and fp8.enabled:
-        refuse_config(config)
-        fp8.validate_with(config)
+        refuse_settings(fp8, config)
     else:
         fp8 = None
     _refuse_uncounted(config)
@@ -99,7 +98,7 @@ def read_run(
     read = parsed(given, world_size)
     dtype, total = block_of(config, "data_types").get("grad_accum_dtype"), total_steps(config)
     setup = Setup(
-        stage,
+        zero_stage(config),
         world_size,
         fp8.optimizer if fp8 is not None else OptimizerConfig(),
         gradient_clipping=gradient_clipping(config),
@@ -124,7 +123,7 @@ def read_run(
 
 def _refuse_uncounted(config: Mapping[str, Any]) -> None:
     """Raise UnsupportedError if bytes would be others than the estimate's."""
-    found = [row.key for row in REFUSALS if row.applies({key: value for key, value in config.items() if key != "fp8"})]
+    found = [row.key for row in refusals_of({key: value for key, value in config.items() if key != "fp8"})]
     optimizer = block_of(config, "optimizer")
     if str(optimizer.get("type", "auto")).lower() not in ("adam", "adamw", "auto", "none"):
         found.append(f"optimizer.type: {optimizer['type']}")
