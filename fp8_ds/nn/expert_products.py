@@ -53,7 +53,7 @@ def can_be_one_launch(features: Iterable[int], device: torch.device | None) -> b
 def has_one_launch(like: Tensor, features: Iterable[int], recipes: Iterable[Recipe]) -> bool:
     """Whether the experts of a layer are computed all at once, and their rows are packed.
 
-    `like`: a tensor on the layer's device, or a fake one (fp8_ds.tools.estimate.rehearsal) for one on a GPU.
+    `like`: a tensor on the layer's device, or a fake one (fp8_ds.tools.estimate.activations) for one on a GPU.
     """
     device = None if isinstance(like, FakeTensor) else like.device
     return any(map(_has_kernel, recipes)) and can_be_one_launch(features, device)

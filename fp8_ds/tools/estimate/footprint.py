@@ -1,8 +1,8 @@
 """estimate: bytes that a GPU holds at most in training, by part.
 
-The parts that stay (weights, masters, moments) come from estimate.py by arithmetic, those of a forward and a backward
-from rehearsal.py, which runs the model in eager without memory. tests/unit/tools/test_footprint.py has the measured
-peaks. Not counted: fragmentation, and what CUDA, cuBLAS and NCCL take for themselves.
+The parts that stay (weights, masters, moments) come from `estimate_states` by arithmetic, those of a forward and a
+backward from `count_activations`, which runs the model in eager without memory. tests/unit/tools/test_footprint.py has
+the measured peaks. Not counted: fragmentation, and what CUDA, cuBLAS and NCCL take for themselves.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from fp8_ds.nn.layers import fp8_layers
 from fp8_ds.nn.producers import fuse_producers
 from fp8_ds.nn.recipe_bf16 import Bf16Recipe
 from fp8_ds.tools.estimate import BF16, FP32, Setup, Weight, estimate_states
+from fp8_ds.tools.estimate.activations import count_activations
 from fp8_ds.tools.estimate.model_spec import ModelSpec, loss_of
-from fp8_ds.tools.estimate.rehearsal import rehearse
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -199,13 +199,13 @@ def estimate(spec: ModelSpec, run: Run) -> Footprint:
         UnsupportedError: the model is not one for Liger's loss.
     """
     model = _prepare(spec, run)
-    detour = _detour(model, run)
+    sent = _layers_sent_to_bf16(model, run)
     found = _footprint(model, run)
-    if not detour:
+    if not sent:
         return found
     model = _prepare(spec, run)
     for name, layer in fp8_layers(model).items():
-        if name in detour:
+        if name in sent:
             layer.fp8_recipe = Bf16Recipe(layer.fp8_recipe)
     return replace(found, in_bf16=_footprint(model, run))
 
@@ -227,7 +227,7 @@ def _prepare(spec: ModelSpec, run: Run) -> Any:
     return model
 
 
-def _detour(model: Any, run: Run) -> tuple[str, ...]:
+def _layers_sent_to_bf16(model: Any, run: Run) -> tuple[str, ...]:
     """Return layers that schedule or guard may send to bf16, all of which may be there at once.
 
     Raises: ConfigError: as a start does, the schedule names what is not there.
@@ -294,8 +294,8 @@ def _footprint(model: nn.Module, run: Run) -> Footprint:
         in_float = 0 if setup.releases or num_elements < trainable - num_embedding else FP32 * num_embedding
         return of_graph + in_float
 
-    rehearsal = rehearse(model, lambda model: _loss(model, run))
-    in_backward = resident + rehearsal.peak(gradients)
+    activations = count_activations(model, lambda model: _loss(model, run))
+    in_backward = resident + activations.peak(gradients)
     in_step = states.at_step + (0 if setup.optimizer.states == "fp8" else _dense_step(trainable, run))
     after_graph = gradients(trainable) + (0 if stays else BF16 * trainable) if is_whole else 0
     return Footprint(
@@ -304,12 +304,12 @@ def _footprint(model: nn.Module, run: Run) -> Footprint:
         moments=parts.moments + parts.moment_scales,
         gathered=parts.gathered + live,
         gradients=parts.gradients,
-        activations=rehearsal.kept,
-        temporaries=rehearsal.peak(lambda _: 0) - rehearsal.kept,
+        activations=activations.kept,
+        temporaries=activations.peak(lambda _: 0) - activations.kept,
         buffers=buffers,
         in_backward=in_backward,
         in_step=in_step,
-        compiled=max(in_backward, in_step, resident + rehearsal.peak(in_graphs), resident + after_graph),
+        compiled=max(in_backward, in_step, resident + activations.peak(in_graphs), resident + after_graph),
         num_parameters=sum(weight.numel for weight in weights),
     )
 

@@ -34,7 +34,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """Configurations by name; transformers' defaults are GPT-2 small and Mixtral 8x7B. llama-2b has 8 layers of llama-8b's
 shapes, as docs/speed.md measures it."""
 
-_ATTENTION = "fp8_ds_rehearsal"
+_ATTENTION = "fp8_ds_estimate"
 _READS_ITS_MASK = ("mpt",)
 """Types whose attention of their own needs the mask that transformers leaves out for one from the registry."""
 _SHOWN = 300

@@ -32,7 +32,7 @@ from fp8_ds.numerics.formats import E4M3
 from fp8_ds.ops.quantize import quantize
 from fp8_ds.testing import assert_bitwise, sqnr_db
 from fp8_ds.tools.estimate import weights_of
-from fp8_ds.tools.estimate.rehearsal import rehearse
+from fp8_ds.tools.estimate.activations import count_activations
 
 mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
 if not hasattr(mixtral, "MixtralExperts"):
@@ -329,7 +329,7 @@ def test_a_plan_survives_a_checkpoint_and_is_applied_once_to_its_own_model() -> 
         make_plan(model, config)
 
 
-def test_estimates_count_their_weights_as_bytes_and_rehearse_them_without_numbers() -> None:
+def test_estimates_count_their_weights_as_bytes_and_run_them_without_numbers() -> None:
     from transformers import MixtralConfig
 
     sizes = {"hidden_size": HIDDEN, "intermediate_size": INTER, "num_local_experts": NUM_EXPERTS}
@@ -345,7 +345,7 @@ def test_estimates_count_their_weights_as_bytes_and_rehearse_them_without_number
         if plan.num_converted:
             apply_plan(model, plan, linear, "cpu")
         x = torch.randn(1, tokens, HIDDEN).bfloat16()
-        kept.append(rehearse(model, lambda model, x=x: model(x).float().sum()))  # type: ignore[misc]
+        kept.append(count_activations(model, lambda model, x=x: model(x).float().sum()))  # type: ignore[misc]
     fp8, bf16 = kept
     assert max(fp8.moments) == max(bf16.moments) == sum(p.numel() for p in block.parameters())
     assert 2 * tokens * 2 * INTER < fp8.kept < bf16.kept
@@ -358,7 +358,7 @@ def loss_of_fakes(model: Any) -> torch.Tensor:
     return output.float().sum()
 
 
-def test_they_are_rehearsed_in_one_launch_as_on_a_gpu() -> None:
+def test_estimates_count_them_in_one_launch_as_on_a_gpu() -> None:
     """The products need all weights of a parameter transposed at once, and no number of tokens."""
     num_experts, peaks = 20, []
     with torch.device("meta"):
@@ -369,7 +369,7 @@ def test_they_are_rehearsed_in_one_launch_as_on_a_gpu() -> None:
         apply_plan(model, make_plan(model, config), config, "cpu")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(expert_products, "can_be_one_launch", lambda features, device, is_one=is_one: is_one)
-            peaks.append(rehearse(model, loss_of_fakes).peak(lambda num: 2 * num))
+            peaks.append(count_activations(model, loss_of_fakes).peak(lambda num: 2 * num))
     assert 0 < peaks[0] - peaks[1] < 3 * num_experts * 2 * INTER * HIDDEN
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fp8_ds.errors import ConfigError, UnsupportedError
+from fp8_ds.tools.estimate.activations import count_activations
 from fp8_ds.tools.estimate.footprint import Footprint, estimate, read_run
 from fp8_ds.tools.estimate.model_spec import ModelSpec, read_spec
-from fp8_ds.tools.estimate.rehearsal import rehearse
 
 pytest.importorskip("transformers")
 GIB = 2**30
@@ -442,13 +442,13 @@ def test_what_cannot_be_estimated_is_refused() -> None:
 
 def test_a_model_with_memory_is_refused() -> None:
     with pytest.raises(ValueError, match=r"expected all parameters on the meta device, got weight elsewhere"):
-        rehearse(nn.Linear(4, 4), lambda model: model(torch.ones(4)).sum())
+        count_activations(nn.Linear(4, 4), lambda model: model(torch.ones(4)).sum())
 
 
 def test_a_linears_moments_are_counted_to_the_byte() -> None:
     with torch.device("meta"):
         model = nn.Linear(256, 512, bias=False, dtype=torch.bfloat16)
-    found = rehearse(model, lambda model: model(torch.ones(128, 256, dtype=torch.bfloat16)).float().sum())
+    found = count_activations(model, lambda model: model(torch.ones(128, 256, dtype=torch.bfloat16)).float().sum())
     x, y, weight = 2 * 128 * 256, 2 * 128 * 512, 2 * 512 * 256
     assert found.kept == x + 4  # the input for the weight's gradient, and the loss
     # Forward: input, output, its float32. Backward: input, loss, its gradient, bf16 gradient, the weight's.

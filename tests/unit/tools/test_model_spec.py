@@ -40,7 +40,7 @@ def test_rotary_positions_and_small_vocabularies_limit_nothing() -> None:
 
 
 def test_a_class_with_an_attention_of_its_own_is_built_with_it() -> None:
-    """GPT-Neo looks into a table of its own, in which the rehearsal's function is not."""
+    """GPT-Neo looks into a table of its own, in which the estimate's function is not."""
     model = ModelSpec("neo", {"model_type": "gpt_neo", **NEO}).build()
     assert type(model).__name__ == "GPTNeoForCausalLM" and next(model.parameters()).is_meta
 

@@ -1,4 +1,4 @@
-"""rehearse: one forward and backward on the meta device, and how many bytes it would hold at every moment.
+"""count_activations: one forward and backward on fake tensors, and how many bytes it would hold at every moment.
 
 No kernel runs and nothing is allocated, so the model may be larger than this machine. What is counted is what a GPU's
 allocator would: every storage that an operator makes, from then until nothing refers to it. Not seen are temporaries
@@ -28,17 +28,17 @@ from fp8_ds.scaling.granularity import OF_RECIPE
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class ActivationBytes:
     """Bytes of one micro-batch on one GPU.
 
     Attributes:
         kept: bytes that the backward finds: what the forward kept, and the loss.
-        moments: by the elements whose gradients are complete, from 0 in the forward to all at the end of the backward:
+        peaks: by the elements whose gradients are complete, from 0 in the forward to all at the end of the backward:
             bytes of activations and temporaries at most in that time; no weights, and none of those gradients.
     """
 
     kept: int
-    moments: Mapping[int, int]
+    peaks: Mapping[int, int]
 
     def peak(self, gradient_bytes: Callable[[int], int]) -> int:
         """Return the most bytes at any moment, without weights and states.
@@ -46,7 +46,7 @@ class Rehearsal:
         Args:
             gradient_bytes: bytes that complete gradients of so many elements take by then.
         """
-        return max(num_bytes + gradient_bytes(number) for number, num_bytes in self.moments.items())
+        return max(num_bytes + gradient_bytes(number) for number, num_bytes in self.peaks.items())
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -78,7 +78,7 @@ class _LiveBytes(TorchDispatchMode):
         self.peaks[self.num_gradients] = max(self.peaks.get(self.num_gradients, 0), self.live)
 
 
-def rehearse(model: nn.Module, run: Callable[[nn.Module], Tensor]) -> Rehearsal:
+def count_activations(model: nn.Module, run: Callable[[nn.Module], Tensor]) -> ActivationBytes:
     """Count what a forward and a backward hold. `model` is used up: its tensors are fake ones afterwards.
 
     Args:
@@ -110,7 +110,7 @@ def rehearse(model: nn.Module, run: Callable[[nn.Module], Tensor]) -> Rehearsal:
             loss = run(model)
             kept = memory.live
             loss.backward()
-    return Rehearsal(kept, memory.peaks)
+    return ActivationBytes(kept, memory.peaks)
 
 
 def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
