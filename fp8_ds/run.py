@@ -73,11 +73,7 @@ def autoload_state(site_dir: Path) -> AutoloadState:
 
 
 def turn_autoload_on(site_dir: Path) -> bool:
-    """Write the file; return True if it was not there, or was another version's.
-
-    Raises:
-        OSError: site_dir is missing or cannot be written.
-    """
+    """Write the file; return True if it was not there, or was another version's."""
     if autoload_state(site_dir) == "on":
         return False
     # Renamed into place: a Python that starts meanwhile sees the whole line or no file.
@@ -88,11 +84,7 @@ def turn_autoload_on(site_dir: Path) -> bool:
 
 
 def turn_autoload_off(site_dir: Path) -> bool:
-    """Remove the file; return True if it was there.
-
-    Raises:
-        OSError: it cannot be removed.
-    """
+    """Remove the file; return True if it was there."""
     path = site_dir / PTH_NAME
     existed = path.exists()
     path.unlink(missing_ok=True)

@@ -61,21 +61,17 @@ def root(
 ) -> None:
     """FP8 training for DeepSpeed."""
     if version:
-        _show_versions(as_json)
+        from fp8_ds import __version__
+        from fp8_ds.tools.doctor.diagnosis import installed
+
+        found = {"fp8_ds": __version__, "torch": installed("torch"), "deepspeed": installed("deepspeed")}
+        text = "\n".join(f"{name} {value or 'not installed'}" for name, value in found.items())
+        answer(found, as_json, lambda: typer.echo(text))
         raise typer.Exit
     if as_json and context.invoked_subcommand is not None:
         raise typer.BadParameter("expected it behind the command, got it before. Move it.", param_hint="--json")
     if context.invoked_subcommand is None:
         context.fail("Missing command.")
-
-
-def _show_versions(as_json: bool) -> None:
-    from fp8_ds import __version__
-    from fp8_ds.tools.doctor.diagnosis import installed
-
-    found = {"fp8_ds": __version__, "torch": installed("torch"), "deepspeed": installed("deepspeed")}
-    text = "\n".join(f"{name} {value or 'not installed'}" for name, value in found.items())
-    answer(found, as_json, lambda: typer.echo(text))
 
 
 @app.command()

@@ -25,16 +25,8 @@ _WIDTH = 160
 _SHOWN = 60
 """Characters of a line that is no JSON."""
 
-EXIT_NO = 1
-"""The answer is no: FP8 would be off, the model does not fit, the curves differ."""
-EXIT_USAGE = 2
-"""An argument, the configuration or the input is wrong, or what is asked for is refused."""
-EXIT_FILE = 3
-"""A file could not be read or written."""
-EXIT_DEFECT = 4
-"""An error that nobody foresaw: a defect of ours, or an error in the forward of the user's own model."""
-_EXIT_INTERRUPTED = 130
-"""typer's, for Ctrl-C."""
+# The answer is no; wrong usage or refused; a file; an error that nobody foresaw; Ctrl-C, which is typer's.
+EXIT_NO, EXIT_USAGE, EXIT_FILE, EXIT_DEFECT, _EXIT_INTERRUPTED = 1, 2, 3, 4, 130
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 SetOption = Annotated[

@@ -46,7 +46,8 @@ class PrecisionSchedule:
         total = config.total_steps or total_steps
         last = None
         if config.bf16_last_fraction and isinstance(total, int):
-            last = _last_part(total, config.bf16_last_fraction)
+            # rounded up; 0.7 is 7/10, not the float
+            last = math.ceil(total * (1 - Fraction(repr(config.bf16_last_fraction))))
         fixed: dict[str, Precision] = {}
         for pattern in sorted(config.layers, key=len):  # what names a layer more closely comes later
             found = matching(pattern, names)
@@ -94,11 +95,6 @@ def check_total(config: ScheduleConfig, total_steps: object) -> None:
             "fp8.schedule.total_steps: expected the number of optimizer steps with bf16_last_fraction "
             f"{config.bf16_last_fraction}, got null, and {other}. Write it."
         )
-
-
-def _last_part(total: int, fraction: float) -> int:
-    """Return the first step of the last `fraction` of `total` steps, rounded up; 0.7 is 7/10, not the float."""
-    return math.ceil(total * (1 - Fraction(repr(fraction))))
 
 
 def matching(pattern: str, names: Collection[str]) -> list[str]:
