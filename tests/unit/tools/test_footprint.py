@@ -453,7 +453,7 @@ def test_a_linears_moments_are_counted_to_the_byte() -> None:
     assert found.kept == x + 4  # the input for the weight's gradient, and the loss
     # Forward: input, output, its float32. Backward: input, loss, its gradient, bf16 gradient, the weight's.
     assert found.peak(lambda num_elements: 0) == max(x + y + 2 * y, x + 8 + y + weight)
-    assert max(found.moments) == 512 * 256
+    assert max(found.peaks) == 512 * 256
 
 
 @pytest.mark.parametrize(
