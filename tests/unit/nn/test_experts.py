@@ -347,7 +347,7 @@ def test_estimates_count_their_weights_as_bytes_and_run_them_without_numbers() -
         x = torch.randn(1, tokens, HIDDEN).bfloat16()
         kept.append(count_activations(model, lambda model, x=x: model(x).float().sum()))  # type: ignore[misc]
     fp8, bf16 = kept
-    assert max(fp8.moments) == max(bf16.moments) == sum(p.numel() for p in block.parameters())
+    assert max(fp8.peaks) == max(bf16.peaks) == sum(p.numel() for p in block.parameters())
     assert 2 * tokens * 2 * INTER < fp8.kept < bf16.kept
 
 
