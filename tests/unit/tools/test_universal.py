@@ -67,6 +67,9 @@ def test_the_command_says_which_file_it_leaves_beside_the_result(tmp_path: Path)
     assert json.loads(run(source, "again", "--json"))["latest"] == str(latest) and latest.read_text() == "again"
     assert json.loads(run(tmp_path / "start/again", "other", "--json"))["latest"] is None
     assert latest.read_text() == "again" and "names it" not in run(tmp_path / "start/again", "third")
+    before = read_data(tmp_path / "start/again/zero/a.weight/fp32.pt")["param"]
+    run(tmp_path / "start/again", "again", "--stage", "3")  # in place
+    assert torch.equal(read_data(tmp_path / "start/again/zero/a.weight/fp32.pt"), before.flatten())
 
 
 def indexed(folder: Path, names: dict[str, str], **files: dict[str, torch.Tensor]) -> Path:
