@@ -24,8 +24,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from fp8_ds.attention import describe_backend
-from fp8_ds.monitor.observe import Observers
-from fp8_ds.monitor.statistics import KINDS, LayerStatistics, StatisticsTable
+from fp8_ds.monitor.statistics import KINDS, LayerStatistics, Observers, StatisticsTable
 from megatron_patches.arguments import SPEC
 from megatron_patches.attention import _BF16_OF, MegatronFp8Attention
 from megatron_patches.engine_observers import EngineObservers, is_engine_linear

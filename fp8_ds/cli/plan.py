@@ -59,7 +59,7 @@ def plan(
 def _find(model: str, config: dict[str, Any], world: int, seq: int | None, settings: Sequence[str]) -> dict[str, Any]:
     from fp8_ds.config import Fp8Config
     from fp8_ds.config.ds_config import block_of, number, zero_stage
-    from fp8_ds.engine.startup import refuse_settings, total_steps
+    from fp8_ds.engine.compat.config import refuse_settings, total_steps
     from fp8_ds.errors import ConfigError, UnsupportedError
     from fp8_ds.nn.convert import make_plan
     from fp8_ds.nn.expert_products import MAX_IN_A_LOOP

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fp8_ds.comm.collectives import all_gather, all_to_all, broadcast
 from fp8_ds.comm.layout import Run
-from fp8_ds.comm.logged import all_gather, all_to_all, broadcast
 
 MAX_PADDING = 1.02
 """An uneven gather is padded to equal shares where that moves at most this factor more."""

@@ -16,17 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from deepspeed.checkpoint.constants import CAT_DIM, PARAM, VOCAB_TENSOR
+from deepspeed.checkpoint.constants import CAT_DIM, PARAM, UNIVERSAL_CHECKPOINT_INFO, VOCAB_TENSOR
 from deepspeed.runtime.pipe.module import PipelineModule
+from torch.nn import Module
 
 from fp8_ds.checkpoint import folders
 from fp8_ds.checkpoint.contents import read_data, read_structure
 from fp8_ds.checkpoint.folders import GLOBAL_STATE, MANIFEST, TENSORS, Manifest
 from fp8_ds.checkpoint.state import CALLBACKS_KEY, CHECKPOINT_KEY, wrong_entries
-from fp8_ds.engine.log import say
-from fp8_ds.engine.saving import all_do, host_of, layout, tell_all
-from fp8_ds.engine.tp_sharded_models import is_cut, lacks_info
+from fp8_ds.engine.ranks import all_do, say, tell_all
+from fp8_ds.engine.saving import host_of, layout
 from fp8_ds.errors import CheckpointError, ConfigError
+from fp8_ds.tp.linears import contexts_of
 
 _NUM_SHOWN = 3
 _AUTOTP_META = "ds_autotp_universal_checkpoint_meta"
@@ -253,7 +254,7 @@ def other_run(engine: Any, header: Mapping[str, Any], with_optimizer: bool) -> s
     """Describe how the layout of the run that wrote `header` differs from this one's; empty if the load works."""
     now, where = layout(engine), "at any world size"
     stage, of_parts, keys = now["zero_stage"], header["mp_world_size"] > 1, ["mp_world_size"]
-    if not of_parts and now["mp_world_size"] > 1 and is_cut(engine.module):
+    if not of_parts and now["mp_world_size"] > 1 and contexts_of(engine.module):
         return (
             f"{differs(header, now, keys)} (a checkpoint of a whole model does not say how "
             "fp8_ds.tp.parallelize cuts: `fp8-ds convert FOLDER OUT --to safetensors` gives its weights, which the "
@@ -326,7 +327,7 @@ def misfits(engine: Any, path: Path, with_optimizer: bool) -> list[str]:
     if not (model_files := engine._get_all_ckpt_names(str(path.parent), path.name)):
         stage = int(engine.zero_optimization_stage())
         return [f"a model file of this ZeRO stage is missing in {path} ({_in_form_of(path, stage)}, if it is whole)"]
-    if lacks_info(engine.module, Path(model_files[0])):
+    if _lacks_info(engine.module, Path(model_files[0])):
         return [
             f"{path} of a whole model, which does not say how fp8_ds.tp.parallelize cuts its weights (load it without, "
             "or start the cut model from the weights themselves)"
@@ -340,6 +341,16 @@ def misfits(engine: Any, path: Path, with_optimizer: bool) -> list[str]:
     if missing := [f"{file} is missing" for file in wanted if not file.is_file()]:
         return missing
     return [other] if (other := other_universal(engine, path, Path(model_files[0]))) else []
+
+
+def _lacks_info(module: Module, model_file: Path) -> bool:
+    """Whether `module` is TP-sharded, and the universal checkpoint with this model file does not say how.
+
+    DeepSpeed would split all weights along dim 0, without an error where they are sharded along their input. Raises a
+    CheckpointError if the file holds more than data.
+    """
+    is_whole = all(tp.size == 1 for tp in contexts_of(module))
+    return not is_whole and UNIVERSAL_CHECKPOINT_INFO not in read_structure(model_file)
 
 
 def other_universal(engine: Any, path: Path, model_file: Path) -> str:

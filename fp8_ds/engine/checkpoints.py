@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -9,6 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed import comm as ds_comm
+from deepspeed.checkpoint.constants import (
+    PARAMETER_WITH_ROW_PARALLELISM_PATTERNS,
+    TP_REPLICATED_PARAMETER_PATTERNS,
+    UNIVERSAL_CHECKPOINT_INFO,
+    UNIVERSAL_CHECKPOINT_VERSION_KEY,
+    UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+)
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
@@ -23,13 +31,14 @@ from fp8_ds.checkpoint.state import (
     split_master_scales,
 )
 from fp8_ds.engine.checking import Load, checked
-from fp8_ds.engine.log import say
-from fp8_ds.engine.retyping import start_count_anew
-from fp8_ds.engine.saving import save_whole, tell_all
+from fp8_ds.engine.compat.model import refuse_one_ranks_part
+from fp8_ds.engine.ranks import say, tell_all
+from fp8_ds.engine.saving import save_whole
 from fp8_ds.engine.step_callbacks import StepCallbacks
-from fp8_ds.engine.tp_sharded_models import is_cut, refuse_one_ranks_part, universal_info
+from fp8_ds.engine.zero_optimizer import start_count_anew
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.tp.autotp import as_plain_weights
+from fp8_ds.tp.linears import contexts_of
 from fp8_ds.zero.stage import Fp8Context
 from fp8_ds.zero.stage3 import Fp8ZeroStage3
 from fp8_ds.zero.stage12 import Fp8ZeroStage12
@@ -159,7 +168,7 @@ class Fp8Checkpoints:
             ConfigError: our state is of an unknown version: on all ranks, before anything is loaded.
             UnsupportedError: it is universal, and the model TP-sharded in stage 3, for which DeepSpeed makes no shards.
         """
-        if self.load_universal_checkpoint() and self.zero_optimization_partition_weights() and is_cut(self.module):
+        if self.load_universal_checkpoint() and self.zero_optimization_partition_weights() and contexts_of(self.module):
             raise UnsupportedError(
                 "checkpoint.load_universal: expected ZeRO stage 1 or 2 with fp8_ds.tp.parallelize, got 3, where "
                 "DeepSpeed cuts no weight for tensor parallelism. Convert it with --stage 2 and load it there, or load "
@@ -223,3 +232,22 @@ class BeforeStateDict:
                 "fp8: module.state_dict() gives de-quantised FP8 weights; engine.save_checkpoint and "
                 "engine.save_16bit_model give bf16 of the masters"
             )
+
+
+def universal_info(module: nn.Module) -> Mapping[str, Any]:
+    """Return the entry of the model file by which ds_to_universal.py joins shards; empty for a whole model.
+
+    It has patterns of parameters that are whole on every rank, and of those that are sharded along their input (dim 1);
+    all others are sharded along dim 0. Source: deepspeed/checkpoint/ds_to_universal.py, merge_tp_slices (0.19.8).
+    """
+    if not contexts_of(module):
+        return {}
+    whole, by_input = [], []
+    for name, p in module.named_parameters():
+        if p.requires_grad and not getattr(p, "tensor_model_parallel", False):
+            whole.append(f"^{re.escape(name)}$")
+        elif p.requires_grad and p.partition_dim == 1:  # type: ignore[attr-defined]
+            by_input.append(f"^{re.escape(name)}$")
+    patterns = {TP_REPLICATED_PARAMETER_PATTERNS: whole, PARAMETER_WITH_ROW_PARALLELISM_PATTERNS: by_input}
+    version = {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE}
+    return {UNIVERSAL_CHECKPOINT_INFO: version | patterns}

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from deepspeed import comm as ds_comm
 from deepspeed.runtime.pipe.module import PipelineModule
+from torch import nn
 
-from fp8_ds.attention.huggingface import use_backend
+from fp8_ds.attention.huggingface import attention_modules, describe_implementation, use_backend
+from fp8_ds.attention.packages import CUDNN_REMEDY, older_cudnn, prefers_cudnn
 from fp8_ds.config import Fp8Config, LinearConfig
 from fp8_ds.config.ds_config import linear_in_training
-from fp8_ds.engine.attention import describe_attention
+from fp8_ds.engine.compat.model import AUTOTP_PIPELINE, AUTOTP_STAGE_3, capabilities, refuse_device
 from fp8_ds.engine.liger_loss import prepare_liger_loss
-from fp8_ds.engine.log import say
-from fp8_ds.engine.refusals_device import capabilities, refuse_device
-from fp8_ds.engine.refusals_model import AUTOTP_PIPELINE, AUTOTP_STAGE_3
+from fp8_ds.engine.ranks import say
 from fp8_ds.errors import ConfigError
 from fp8_ds.nn.convert import ForeignLinears, Plan, apply_plan, make_plan, revert
 from fp8_ds.nn.producers import fuse_producers
@@ -24,6 +24,9 @@ from fp8_ds.tp.autotp import autotp_linears, configure_autotp, set_gathers
 from fp8_ds.tp.group import device_of
 from fp8_ds.tp.plan import configure as configure_tensor_parallel
 from fp8_ds.zero.stage import Fp8Context
+
+_EAGER = 'eager, which holds all scores in memory; load the model with attn_implementation="sdpa" if it has it'
+_OWN = "as the model has it"
 
 
 def refuse_autotp(engine: Any, model: Any) -> None:
@@ -77,7 +80,7 @@ def convert(engine: Any) -> Fp8Context | None:
     return Fp8Context(config, plan, weights, history, check_overflow=check_overflow)
 
 
-def _cast_trainable(module: torch.nn.Module) -> None:
+def _cast_trainable(module: nn.Module) -> None:
     """Cast trainable weights to bf16, the dtype of a split master's upper part, which is the weight outside FP8.
 
     DeepSpeed has cast them in stages 1 and 2, but not in stage 3 if zero.Init has partitioned some: PEFT's adapters are
@@ -153,3 +156,23 @@ def _agree_on_plan(
     if error is not None and int(found) == 0 and not may_be_empty:
         raise error
     return plan
+
+
+def describe_attention(model: nn.Module, device: torch.device) -> str:
+    """Name the attention implementations of a Hugging Face model; another model's is "as the model has it".
+
+    The line also names a cuDNN older than torch's, because SDPA then silently leaves cuDNN out.
+
+    Args:
+        model: the model, or a module around it.
+        device: the one that it trains on.
+    """
+    try:
+        names = dict.fromkeys(config._attn_implementation for _, config in attention_modules(model))
+    except Exception:  # properties of other people's modules may raise anything: a line is not worth a failed start
+        names = {}
+    texts = [_EAGER if name == "eager" else describe_implementation(name) or name for name in names] or [_OWN]
+    may_be_sdpa = not names or any(describe_implementation(name) is None for name in names)
+    if may_be_sdpa and prefers_cudnn(device) and (older := older_cudnn()):
+        texts.append(f"SDPA may not take cuDNN: {older}; {CUDNN_REMEDY}")
+    return f"fp8: attention: {'; '.join(texts)}"

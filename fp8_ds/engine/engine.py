@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Collection
 from typing import Any
 
 import torch
+from deepspeed.profiling.flops_profiler import profiler as flops_profiler
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fp8_ds.engine import conversion, guards, leaves, retyping, rotary
+from fp8_ds.engine import compiling, conversion, leaves, zero_optimizer
 from fp8_ds.engine.checkpoints import BeforeStateDict, Fp8Checkpoints
-from fp8_ds.engine.flops_profile import Fp8FlopsProfiler
-from fp8_ds.engine.log import say
 from fp8_ds.engine.precision import Request
 from fp8_ds.engine.rank_agreement import refuse_other_order
+from fp8_ds.engine.ranks import say
 from fp8_ds.engine.step_callbacks import StepCallbacks
 from fp8_ds.errors import ConfigError
 from fp8_ds.monitor.health import HealthMonitor, Listener
+from fp8_ds.nn.experts import WEIGHTS, Fp8Experts
+from fp8_ds.nn.linear import Fp8Linear
+from fp8_ds.nn.matrices import full_shape
 from fp8_ds.nn.parameter import keep_values_in_hooks
 from fp8_ds.zero.param_hooks import share_readers
 from fp8_ds.zero.stage3 import leave_out_of_graphs
 from fp8_ds.zero.stage12 import Fp8ZeroStage12
-
-RECOMPILE_LIMIT = 32
 
 
 class Fp8Engine(Fp8Checkpoints):
@@ -47,7 +50,7 @@ class Fp8Engine(Fp8Checkpoints):
         """Return torch's Adam or AdamW if there are FP8 states, which take it over."""
         if self.fp8 is None or self.fp8.config.optimizer.states == "fp32":
             return super()._configure_basic_optimizer(model_parameters)  # type: ignore[misc]
-        return retyping.adam_to_take_over(self, model_parameters)
+        return zero_optimizer.adam_to_take_over(self, model_parameters)
 
     def _configure_zero_optimizer(self: Any, optimizer: Any) -> Any:
         """Let DeepSpeed build its optimizer, then retype it."""
@@ -57,13 +60,13 @@ class Fp8Engine(Fp8Checkpoints):
         refuse_other_order(optimizer.param_groups, self.param_names, self.seq_data_parallel_group)
         conversion.leave_unoptimized(self.module, self.fp8, optimizer)
         room = leaves.raise_max_live_parameters(self)
-        zero, host = retyping.build_zero(self, optimizer, build)
-        if retyping.has_no_purpose(self):
+        zero, host = zero_optimizer.build_zero(self, optimizer, build)
+        if zero_optimizer.has_no_purpose(self):
             say("fp8: off for this engine: none of its linears is in FP8; it trains as stock bf16")
             self.fp8, self._fp8_unused = None, self.fp8
             conversion.let_the_timer_wait(self._config, True)
         else:
-            retyping.retype(zero, host, self.fp8, self.gradient_clipping())
+            zero_optimizer.retype(zero, host, self.fp8, self.gradient_clipping())
             if room is not None:
                 say(room)
         return zero
@@ -104,15 +107,15 @@ class Fp8Engine(Fp8Checkpoints):
         """Compile as DeepSpeed does, with rotary tables made once, no guards on fixed objects, and ZeRO-3's hooks
         called and not traced."""
         if self.fp8 is not None:
-            allow_more_graphs()
-            self._fp8_hooks += rotary.keep_tables(self.module)
+            compiling.allow_more_graphs()
+            self._fp8_hooks += compiling.keep_tables(self.module)
             if line := leaves.hint_on_compiling(self):
                 say(line)
             if (offload := getattr(self.optimizer, "parameter_offload", None)) is not None:
                 leave_out_of_graphs(offload)
         given = inspect.signature(super().compile).bind(*args, **kwargs)  # type: ignore[misc]
         if self.fp8 is not None:
-            given.arguments["compile_kwargs"] = guards.without_fixed(given.arguments.get("compile_kwargs", {}))
+            given.arguments["compile_kwargs"] = compiling.without_fixed(given.arguments.get("compile_kwargs", {}))
         super().compile(*given.args, **given.kwargs)  # type: ignore[misc]
 
     def set_layer_precision(self: Any, names: str | Collection[str], precision: Request) -> list[str]:
@@ -206,16 +209,42 @@ class Fp8Engine(Fp8Checkpoints):
         super().destroy()  # type: ignore[misc]
 
 
-def allow_more_graphs() -> None:
-    """Raise torch.compile's limit of graphs of one function from 8, its default, to 32, for good and the whole process.
+class Fp8FlopsProfiler(flops_profiler.FlopsProfiler):
+    """DeepSpeed's flops profiler, which by itself counts calls of torch's functions only, with products of FP8 layers.
 
-    Under ZeRO-3 all decoder layers are one function: delayed scales, layers in bf16, evaluation, samples of the monitor
-    and phases of the schedule make seven graphs of it as a rule, and a ninth would send it to eager.
+    Modules in its own table of those that count themselves (`MODULE_HOOK_MAPPING`) would have no latency. Seams:
+    fp8_ds/engine/seams.py.
     """
-    import torch._dynamo
 
-    if torch._dynamo.config.recompile_limit == 8:
-        torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    def start_profile(self, ignore_list: Any = None) -> None:
+        super().start_profile(ignore_list)
+        handles: list[RemovableHandle] = [
+            # Before DeepSpeed's own hook, which adds up what was counted within the module.
+            module.register_forward_hook(_count, with_kwargs=True, prepend=True)
+            for module in self.model.modules()
+            if isinstance(module, (Fp8Linear, Fp8Experts))
+        ]
+
+        def remove(*args: Any) -> None:
+            for handle in handles:
+                handle.remove()
+
+        handles.append(self.model.register_forward_hook(remove, always_call=True))
+
+
+def _count(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+    """Count a plain linear's products for `module`, in place of those that its parts have counted."""
+    given = (*args, *kwargs.values())
+    if isinstance(module, Fp8Experts):
+        weights = [full_shape(getattr(module, name)) for name in WEIGHTS]
+        num_macs = given[1].numel() * sum(shape.numel() // shape[0] for shape in weights)  # given[1]: top_k_index
+    else:
+        # With sequence parallelism one of the two is a rank's part of the tokens that are multiplied.
+        num_tokens = max(math.prod(tensor.shape[:-1]) for tensor in (given[0], output))
+        num_macs = num_tokens * full_shape(module.weight).numel()
+    for counts, num in ((flops_profiler.module_flop_count, 2 * num_macs), (flops_profiler.module_mac_count, num_macs)):
+        if counts:
+            counts[-1][:] = [(type(module).__name__, num)]
 
 
 class Fp8DeepSpeedEngine(Fp8Engine, DeepSpeedEngine):

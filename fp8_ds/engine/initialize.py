@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8_ds.config import Fp8Config
+from fp8_ds.engine.patches import apply_patches
 from fp8_ds.errors import ConfigError, Fp8DsError
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ def initialize(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     if mine is None:
         _leave_to_stock(config, arguments)
         return stock(*args, **kwargs)
+    from fp8_ds.engine.compat.model import refuse_autotp_size
     from fp8_ds.engine.rank_agreement import start_alike
-    from fp8_ds.engine.tp_sharded_models import refuse_autotp_size
 
     start_alike(mine, arguments)
     refuse_autotp_size(config, arguments.get("mpu"))  # now ranks are counted, and have the same configuration
@@ -113,8 +114,8 @@ def _accept(config: dict[str, Any], arguments: Mapping[str, Any]) -> Start | Non
     from deepspeed.accelerator import get_accelerator
 
     from fp8_ds.config.ds_config import has_optimizer
+    from fp8_ds.engine.compat.config import refuse_start
     from fp8_ds.engine.rank_agreement import own_rank, start_of_rank
-    from fp8_ds.engine.startup import refuse_start
 
     model, mpu = arguments.get("model"), arguments.get("mpu")
     trains = has_optimizer(config, arguments.get("optimizer"))
@@ -124,16 +125,21 @@ def _accept(config: dict[str, Any], arguments: Mapping[str, Any]) -> Start | Non
         if model is not None:  # else DeepSpeed says so
             _refuse_model(fp8, config, model, mpu, device)
     # Without an optimizer: as it is, whatever stage and model. TRL has reference models in stage 0 beside stage 1 or 2.
-    _apply_patches()
+    apply_patches()
     return start_of_rank(fp8, config, model, mpu, trains=trains)
 
 
 def _refuse_model(fp8: Fp8Config, config: dict[str, Any], model: Any, mpu: Any, device: torch.device) -> None:
     """Raise an Fp8DsError, of this rank alone, if this model cannot be trained with this configuration."""
     from fp8_ds.config.ds_config import zero_stage
+    from fp8_ds.engine.compat.model import (
+        refuse_added_parameters,
+        refuse_model,
+        refuse_mpu,
+        refuse_second_cut,
+        refuse_wrapped,
+    )
     from fp8_ds.engine.liger_loss import check_chunks
-    from fp8_ds.engine.refusals_model import refuse_model, refuse_wrapped
-    from fp8_ds.engine.tp_sharded_models import refuse_added_parameters, refuse_mpu, refuse_second_cut
 
     refuse_model(model, fp8.linear)
     refuse_wrapped(model, zero_stage(config))
@@ -171,24 +177,6 @@ def _read(config: str) -> Any:
         return hjson.loads(base64.urlsafe_b64decode(config).decode())
     except ValueError:
         return None
-
-
-def _apply_patches() -> None:
-    """Check every seam and patch the one function, once per `install()`, and Accelerate's export once it is
-    imported."""
-    from deepspeed.runtime.zero import stage_1_and_2
-
-    from fp8_ds.engine.accelerate_export import patch_accelerate
-    from fp8_ds.engine.patch_record import RECORD
-    from fp8_ds.engine.seam_check import check_seams
-    from fp8_ds.zero.stage12 import patched_all_gather
-
-    if hasattr(stage_1_and_2.all_gather_dp_groups, "fp8_ds_stock"):
-        patch_accelerate()
-        return
-    check_seams()
-    patch_accelerate()
-    RECORD.set(stage_1_and_2, "all_gather_dp_groups", patched_all_gather(stage_1_and_2.all_gather_dp_groups))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from fp8_ds.engine.patch_record import RECORD
+from fp8_ds.engine.patches import RECORD
 
 _HOST = "deepspeed"
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fp8_ds.engine.patch_record import RECORD
+from fp8_ds.engine.patches import RECORD
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.nn.linear import Fp8Linear
 from fp8_ds.nn.matrices import full_shape

@@ -13,7 +13,7 @@ from torch import nn
 
 from fp8_ds.config import ScheduleConfig
 from fp8_ds.config.schedule import Precision, PrecisionSchedule, matching
-from fp8_ds.engine.refusals_model import PARALLEL_SCHEDULE
+from fp8_ds.engine.compat.model import PARALLEL_SCHEDULE
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.nn.layers import fp8_layers
 from fp8_ds.nn.recipe import Recipe

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8_ds.comm.grouped import all_gather_each
+from fp8_ds.comm.collectives import all_gather_each
 
 
 @dataclass(frozen=True)

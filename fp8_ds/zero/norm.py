@@ -13,7 +13,7 @@ import torch.distributed as dist
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor
 
-from fp8_ds.comm.host_copy import HostCopy
+from fp8_ds.comm.collectives import HostCopy
 from fp8_ds.errors import ConfigError
 from fp8_ds.optim.core import AdamCore
 

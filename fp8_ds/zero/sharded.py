@@ -13,9 +13,9 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import z3_leaf_module
 from torch import Tensor, nn
 
-from fp8_ds.comm import grouped
+from fp8_ds.comm import collectives
+from fp8_ds.comm.collectives import max_reduce
 from fp8_ds.comm.counter import ByteCounter
-from fp8_ds.comm.logged import max_reduce
 from fp8_ds.nn.parameter import Fp8Parameter
 from fp8_ds.nn.payload import Fp8Payload
 from fp8_ds.numerics.formats import E4M3
@@ -266,9 +266,9 @@ class Fp8Shards:
         shards = [weight.shard.view(torch.uint8) for weight in weights]
         size = sum(shard.numel() for shard in shards)
         self.counter.fp8 += num_ranks * size
-        if grouped.is_worth_it(len(shards), size):
+        if collectives.is_worth_it(len(shards), size):
             wholes = [shard.new_empty(num_ranks * shard.numel()) for shard in shards]
-            return Fp8GatherHandle(weights, wholes, grouped.all_gather_each(wholes, shards, group), num_ranks)
+            return Fp8GatherHandle(weights, wholes, collectives.all_gather_each(wholes, shards, group), num_ranks)
         local = adjacent(shards)
         buffer = shards[0].new_empty(num_ranks * size)
         if local is None:

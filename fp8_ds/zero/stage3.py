@@ -18,7 +18,7 @@ from deepspeed.runtime.zero import stage3 as ds_stage3
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
-from fp8_ds.comm.equal_shares import reduce_scatter_shares
+from fp8_ds.comm.reduce_scatter import reduce_scatter_shares
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.zero.param_hooks import ZeroParamHooks

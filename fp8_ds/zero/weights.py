@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fp8_ds.comm.collectives import max_reduce
 from fp8_ds.comm.counter import ByteCounter
-from fp8_ds.comm.logged import max_reduce
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.numerics.masters import MasterFormat, encode
 from fp8_ds.ops.quantize import quantize, quantize_part

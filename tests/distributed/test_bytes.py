@@ -9,7 +9,7 @@ import pytest
 import torch
 import training
 
-from fp8_ds.comm import grouped
+from fp8_ds.comm import collectives
 from fp8_ds.comm.counter import count_collectives
 
 pytestmark = pytest.mark.distributed
@@ -192,7 +192,7 @@ def logged_and_reported(stage: int, reduce_scatter: str) -> tuple[dict[str, int]
     comms_logger.comms_dict.clear()
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(grouped, "MIN_BYTES", 0)  # so that some is sent past deepspeed.comm
+            patch.setattr(collectives, "MIN_BYTES", 0)  # so that some is sent past deepspeed.comm
             training.train(engine, 1)
         calls = comms_logger.get_raw_data()
     finally:

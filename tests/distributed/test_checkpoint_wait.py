@@ -54,9 +54,9 @@ def slow(name: str, slow_rank: int, fails: bool = False) -> Iterator[None]:
 
 
 def waits(folder: str, name: str, slow_rank: int) -> list[str]:
-    from fp8_ds.engine import saving
+    from fp8_ds.engine import ranks
 
-    saving.SAY_SECONDS = 1.0
+    ranks.SAY_SECONDS = 1.0
     engine = base.build(2, {})
     training.train(engine, 1)
     if name != "damage":

@@ -181,7 +181,7 @@ def released() -> Iterator[list[Any]]:
 
 
 def keeping_tables(model: Any) -> list[str]:
-    from fp8_ds.engine.rotary import _keep_outputs
+    from fp8_ds.engine.compiling import _keep_outputs
 
     return [name for name, module in model.named_modules() if _keep_outputs in module._forward_hooks.values()]
 

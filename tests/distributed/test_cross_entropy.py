@@ -48,7 +48,7 @@ def kernel_in_torch() -> Iterator[None]:
     """While inside, Liger's loss runs on a CPU."""
     import liger_kernel.transformers.functional as functional
 
-    from fp8_ds.engine.patch_record import RECORD
+    from fp8_ds.engine.patches import RECORD
 
     def stand_in(
         input: Tensor,

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 import training
 
-from fp8_ds.comm import grouped
+from fp8_ds.comm import collectives
 from fp8_ds.comm.counter import count_collectives
-from fp8_ds.comm.equal_shares import reduce_scatter_shares
+from fp8_ds.comm.reduce_scatter import reduce_scatter_shares
 from fp8_ds.testing import assert_bitwise
 from fp8_ds.zero import stage3
 
@@ -35,7 +35,7 @@ def both_ways(
     tensors = [value.to(dtype) for value in values]
     stock = reduce_scatter_coalesced([tensor.clone() for tensor in tensors], dist.group.WORLD)
     with pytest.MonkeyPatch.context() as patch, count_collectives() as count:
-        patch.setattr(grouped, "MIN_BYTES", min_bytes)
+        patch.setattr(collectives, "MIN_BYTES", min_bytes)
         ours = reduce_scatter_shares(tensors, dist.group.WORLD)
     assert count.calls.total() == count.calls["reduce_scatter"] == any(numels)
     storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
@@ -69,9 +69,9 @@ def test_shares_have_stocks_bits(ranks: Any, world_size: int, numels: list[int],
 
 
 def test_small_shares_are_copied_and_large_ones_are_not(ranks: Any) -> None:
-    large = grouped.MIN_BYTES  # elements of bf16, of which two ranks share as many bytes
+    large = collectives.MIN_BYTES  # elements of bf16, of which two ranks share as many bytes
     for numels, num_sent in (([large, large, 64], 1), ([large, large, 2 * large], 3), ([large, large + 1, large], 3)):
-        for stock, ours, _, num in ranks(2).run(both_ways, numels, torch.bfloat16, grouped.MIN_BYTES):
+        for stock, ours, _, num in ranks(2).run(both_ways, numels, torch.bfloat16, collectives.MIN_BYTES):
             assert num == num_sent
             for one, other in zip(stock, ours, strict=True):
                 assert_bitwise(one, other)
@@ -96,7 +96,7 @@ def into_places(
     stock = reduce_scatter_coalesced([tensor.clone() for tensor in tensors], dist.group.WORLD)
     places = [place_of(kind, -(-numel // dist.get_world_size())) for numel, kind in kinds]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grouped, "MIN_BYTES", min_bytes)
+        patch.setattr(collectives, "MIN_BYTES", min_bytes)
         ours = reduce_scatter_shares(tensors, dist.group.WORLD, places)
     assert all(one.dtype == torch.bfloat16 for one in ours)
     is_at = [place is not None and place.data_ptr() == own.data_ptr() for place, own in zip(places, ours, strict=True)]
@@ -129,8 +129,8 @@ def refused(sizes: tuple[int, int]) -> list[bool]:
     whole, own = (torch.zeros(size) for size in sizes)
     group = dist.group.WORLD
     calls = (
-        lambda: grouped.all_gather_each([whole], [own], group).wait(),
-        lambda: grouped.reduce_scatter_each([own], [whole], dist.ReduceOp.SUM, group),
+        lambda: collectives.all_gather_each([whole], [own], group).wait(),
+        lambda: collectives.reduce_scatter_each([own], [whole], dist.ReduceOp.SUM, group),
     )
     found = []
     for call in calls:
@@ -158,7 +158,7 @@ def of_one_storage() -> tuple[list[torch.Tensor], list[torch.Tensor], bool]:
     before = whole.clone()
     stock = reduce_scatter_coalesced([one.clone() for one in gradients], dist.group.WORLD)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grouped, "MIN_BYTES", SENT_EACH)
+        patch.setattr(collectives, "MIN_BYTES", SENT_EACH)
         ours = reduce_scatter_shares(gradients, dist.group.WORLD)
     return stock, ours, whole.equal(before)
 
@@ -174,7 +174,7 @@ def test_gradients_of_one_storage_are_averaged_once(ranks: Any, world_size: int)
 def is_split_in_detail(level: str) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "get_debug_level", lambda: getattr(dist.DebugLevel, level))
-        return grouped.is_worth_it(2, 2 * grouped.MIN_BYTES)
+        return collectives.is_worth_it(2, 2 * collectives.MIN_BYTES)
 
 
 def test_groups_that_check_every_call_get_one_buffer() -> None:
@@ -196,7 +196,7 @@ def accumulated(fp8: dict[str, Any], patched: dict[str, Any]) -> tuple[list[set[
         return stock(self, params, shares)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grouped, "MIN_BYTES", 0)
+        patch.setattr(collectives, "MIN_BYTES", 0)
         patch.setattr(kind, "partition_grads", partition_grads)
         for name, value in patched.items():
             patch.setattr(stage3, name, value)

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fp8_ds.comm.collectives import max_reduce
 from fp8_ds.comm.counter import count_collectives
 from fp8_ds.comm.gather import gather_method, gather_runs, gathered_bytes
 from fp8_ds.comm.layout import Run
-from fp8_ds.comm.logged import max_reduce
 
 pytestmark = pytest.mark.distributed
 

@@ -17,7 +17,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8_ds.comm import grouped
+from fp8_ds.comm import collectives
 
 pytestmark = pytest.mark.distributed
 
@@ -162,14 +162,14 @@ def gathered(fp8: dict[str, Any]) -> dict[str, Any]:
     persistent = same_as_stocks(optimizer.persistent_parameters, optimizer._fp8_hooks[0].original_all_gather)
     shards = optimizer._fp8_shards
     names, is_same, is_freed = {}, True, True
-    together, each = grouped.MIN_BYTES, 0
+    together, each = collectives.MIN_BYTES, 0
     for what, weights, min_bytes in (
         ("adjacent", shards.weights[:3], together),
         ("apart", shards.weights[:3:2], together),
         ("each", shards.weights[:3], each),
     ):
         with _Names() as mode, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(grouped, "MIN_BYTES", min_bytes)
+            patch.setattr(collectives, "MIN_BYTES", min_bytes)
             handle = shards.gather(weights)
             received = [weakref.ref(buffer) for buffer in handle.buffers]
             handle.wait()
@@ -235,11 +235,11 @@ def test_a_weight_is_left_as_stock_leaves_one_and_not_while_it_is_used(ranks: An
 
 
 def losses_of_a_trace_that_breaks(
-    fp8: dict[str, Any], num_prefetched: int, min_bytes: int = grouped.MIN_BYTES
+    fp8: dict[str, Any], num_prefetched: int, min_bytes: int = collectives.MIN_BYTES
 ) -> list[float]:
     """Steps with all blocks, then some that go on after the first one with the third, then with all again."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grouped, "MIN_BYTES", min_bytes)
+        patch.setattr(collectives, "MIN_BYTES", min_bytes)
         return _losses_of_a_trace_that_breaks(fp8, num_prefetched)
 
 

@@ -148,7 +148,7 @@ def build(
 
 def late_flag() -> Any:
     """For `optimizer.fp8_flag`: as on a GPU that the host does not wait for (`bf16.check_grad_overflow` false)."""
-    from fp8_ds.comm.host_copy import HostCopy
+    from fp8_ds.comm.collectives import HostCopy
     from fp8_ds.zero.norm import OverflowFlag
 
     class LateFlag(OverflowFlag):

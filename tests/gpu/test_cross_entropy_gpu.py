@@ -17,7 +17,7 @@ from fp8_ds.engine.liger_loss import (
     set_chunk_mem_const,
     wait_for_nothing_in_backward,
 )
-from fp8_ds.engine.patch_record import RECORD
+from fp8_ds.engine.patches import RECORD
 from fp8_ds.ops.multiply import multiply_, multiply_reference
 from fp8_ds.testing import assert_bitwise, sqnr_db
 

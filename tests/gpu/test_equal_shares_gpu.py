@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8_ds.comm.equal_shares import reduce_scatter_shares
+from fp8_ds.comm.reduce_scatter import reduce_scatter_shares
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from fp8_ds.config import LinearConfig
-from fp8_ds.monitor.observe import Observers
-from fp8_ds.monitor.statistics import LayerStatistics, StatisticsTable
+from fp8_ds.monitor.statistics import LayerStatistics, Observers, StatisticsTable
 from fp8_ds.nn.convert import apply_plan, make_plan
 from fp8_ds.nn.layers import fp8_layers
 

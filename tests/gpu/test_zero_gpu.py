@@ -78,14 +78,14 @@ def test_overlap_and_prefetch_change_no_bit(gpu_ranks: Any, stage: int) -> None:
 
 def run_grouped(min_bytes: int) -> tuple[Any, int, int]:
     """`run` of ZeRO-3; launches by which several weights were gathered, and several gradients reduced."""
-    from fp8_ds.comm import grouped
+    from fp8_ds.comm import collectives
 
     with (
         pytest.MonkeyPatch.context() as patch,
-        mock.patch.object(grouped, "all_gather_each", wraps=grouped.all_gather_each) as gathers,
-        mock.patch.object(grouped, "reduce_scatter_each", wraps=grouped.reduce_scatter_each) as reductions,
+        mock.patch.object(collectives, "all_gather_each", wraps=collectives.all_gather_each) as gathers,
+        mock.patch.object(collectives, "reduce_scatter_each", wraps=collectives.reduce_scatter_each) as reductions,
     ):
-        patch.setattr(grouped, "MIN_BYTES", min_bytes)
+        patch.setattr(collectives, "MIN_BYTES", min_bytes)
         found = run(3, True, {}, 2)
     return found, gathers.call_count, reductions.call_count
 

@@ -23,7 +23,7 @@ import typer.main
 
 from fp8_ds.cli.app import app
 from fp8_ds.config import Fp8Config
-from fp8_ds.engine.refusals import refuse_config
+from fp8_ds.engine.compat.config import refuse_config
 from fp8_ds.tools.doctor import diagnosis
 from fp8_ds.tools.doctor.check_config import check_config
 from fp8_ds.tools.doctor.diagnosis import Check

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8_ds.host import num_gpus, uses_cuda
-from fp8_ds.monitor.gauges import mark, milliseconds
+from fp8_ds.monitor.health import mark, milliseconds
 from fp8_ds.tools.doctor import diagnosis
 
 ASKS_TORCH = {

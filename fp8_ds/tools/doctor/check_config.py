@@ -98,9 +98,8 @@ def _refused(fp8: Fp8Config, config: Mapping[str, Any], world: int | None) -> Ve
     import torch
 
     from fp8_ds.config.schedule import PrecisionSchedule
-    from fp8_ds.engine.refusals import refusals_of
-    from fp8_ds.engine.refusals_device import capabilities, refuse_device
-    from fp8_ds.engine.startup import refuse_start, total_steps
+    from fp8_ds.engine.compat.config import refusals_of, refuse_start, total_steps
+    from fp8_ds.engine.compat.model import capabilities, refuse_device
 
     rows = refusals_of(config)
     reasons = [f"It is refused at start: {row.key}: {row.reason}." for row in rows]

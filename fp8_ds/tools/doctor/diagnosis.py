@@ -257,7 +257,7 @@ def _probe(recipe: str, device: torch.device) -> Check:
     import torch
     from torch.utils.benchmark import Timer
 
-    from fp8_ds.engine.refusals_device import capabilities, refuse_device
+    from fp8_ds.engine.compat.model import capabilities, refuse_device
     from fp8_ds.testing import sqnr_db
 
     name, size = f"product, {recipe}", _PROBE_SIZE[device.type]

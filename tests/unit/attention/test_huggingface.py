@@ -26,7 +26,7 @@ from transformers.masking_utils import create_causal_mask
 
 from fp8_ds.attention import huggingface
 from fp8_ds.attention.huggingface import RegisteredAttention, refuse_attention_of, refuse_backend, use_backend
-from fp8_ds.engine.attention import describe_attention
+from fp8_ds.engine.conversion import describe_attention
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.testing import sqnr_db
 

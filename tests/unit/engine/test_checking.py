@@ -44,7 +44,7 @@ def test_the_remedy_of_another_layout_is_one_that_convert_takes(
         mp_world_size=mp_world_size,
         module="cut" if mp_world_size > 1 else "whole",
     )
-    monkeypatch.setattr(checking, "is_cut", lambda module: module == "cut")
+    monkeypatch.setattr(checking, "contexts_of", lambda module: module == "cut")
     found = checking.other_run(engine, header, with_optimizer)
     assert (found == "") == (said == "") and re.search(said, found), found
 

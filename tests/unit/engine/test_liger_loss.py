@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fp8_ds.config import LinearConfig
 from fp8_ds.engine import liger_loss
 from fp8_ds.engine.liger_loss import check_chunks, prepare_liger_loss, wait_for_nothing_in_backward, with_liger_loss
-from fp8_ds.engine.patch_record import RECORD
+from fp8_ds.engine.patches import RECORD
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.nn.convert import apply_plan, make_plan
 

@@ -112,7 +112,7 @@ def test_every_row_is_checked_before_any_is_applied(monkeypatch: pytest.MonkeyPa
     from torch import nn
 
     import fp8_ds
-    from fp8_ds.engine.patch_record import RECORD
+    from fp8_ds.engine.patches import RECORD
 
     fp8_ds.uninstall()
     fp8_ds.install()

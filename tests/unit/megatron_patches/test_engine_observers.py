@@ -13,8 +13,7 @@ from support import many_scales
 from torch import Tensor, nn
 
 from fp8_ds.config import LinearConfig
-from fp8_ds.monitor.observe import Observers
-from fp8_ds.monitor.statistics import StatisticsTable
+from fp8_ds.monitor.statistics import Observers, StatisticsTable
 from fp8_ds.nn import apply_plan, make_plan
 from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.ops.quantize import quantize_tensorwise

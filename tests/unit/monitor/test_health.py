@@ -18,11 +18,9 @@ from torch import nn
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
-from fp8_ds.monitor.gauges import GatherTimer
-from fp8_ds.monitor.health import HealthMonitor
-from fp8_ds.monitor.observe import ObservedRecipe, Observers
+from fp8_ds.monitor.health import GatherTimer, HealthMonitor
 from fp8_ds.monitor.sinks import Change, DeepSpeedEvents, JsonLines, Report
-from fp8_ds.monitor.statistics import StatisticsTable, TensorStatistics
+from fp8_ds.monitor.statistics import ObservedRecipe, Observers, StatisticsTable, TensorStatistics
 from fp8_ds.nn.convert import apply_plan, make_plan
 from fp8_ds.nn.layers import fp8_layers
 
@@ -105,7 +103,7 @@ def test_the_gather_time_is_that_of_the_step_it_is_reported_with(
 ) -> None:
     _, health, reports, gauge = build(every)
     owner = Gathers(waits)
-    monkeypatch.setattr("fp8_ds.monitor.gauges.mark", lambda: owner.clock)
+    monkeypatch.setattr("fp8_ds.monitor.health.mark", lambda: owner.clock)
     health.gauges.remove(gauge)
     health.gauges.append(GatherTimer(owner, "gather", waits))
     health.start(0)

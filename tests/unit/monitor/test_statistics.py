@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8_ds.config import LinearConfig
-from fp8_ds.monitor.observe import Observers
-from fp8_ds.monitor.statistics import StatisticsTable, TensorStatistics, from_counts
+from fp8_ds.monitor.statistics import Observers, StatisticsTable, TensorStatistics, from_counts
 from fp8_ds.nn.convert import apply_plan, make_plan
 from fp8_ds.nn.layers import fp8_layers
 from fp8_ds.numerics.formats import E4M3, E5M2, Float8Format

@@ -17,8 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
-from fp8_ds.monitor.observe import Observers
-from fp8_ds.monitor.statistics import StatisticsTable
+from fp8_ds.monitor.statistics import Observers, StatisticsTable
 from fp8_ds.nn import apply_plan, expert_products, experts_reference, make_plan
 from fp8_ds.nn.convert import Plan, revert
 from fp8_ds.nn.experts import Fp8Experts, is_experts, why_not

@@ -49,7 +49,7 @@ def starts(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> bool:
     def stock(model: Any = None, config: Any = None) -> bool:
         return "fp8_ds" in deepspeed.DeepSpeedEngine.__module__
 
-    monkeypatch.setattr(starting, "_apply_patches", lambda: None)
+    monkeypatch.setattr(starting, "apply_patches", lambda: None)
     return bool(starting.initialize(stock, (), {"model": torch.nn.Linear(16, 16), "config": config}))
 
 

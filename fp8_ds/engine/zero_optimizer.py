@@ -15,8 +15,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from fp8_ds.engine.log import say
-from fp8_ds.engine.startup import no_release
+from fp8_ds.engine.compat.config import no_release
+from fp8_ds.engine.ranks import say
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.optim.adamw import Fp8AdamW
 from fp8_ds.tp.group import device_of

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8_ds.comm.host_copy import HostCopy
+from fp8_ds.comm.collectives import HostCopy
 
 
 def test_what_is_read_is_what_was_sent_last_as_it_was_then() -> None:

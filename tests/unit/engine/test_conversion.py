@@ -11,7 +11,7 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from fp8_ds.attention.huggingface import use_backend
 from fp8_ds.attention.packages import older_cudnn, prefers_cudnn
-from fp8_ds.engine.attention import describe_attention
+from fp8_ds.engine.conversion import describe_attention
 
 CPU = torch.device("cpu")
 AS_IT_IS = "fp8: attention: as the model has it"
@@ -56,7 +56,7 @@ class Cudnn:
 def test_an_older_cudnn_than_torchs_is_told_where_sdpa_would_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cudnn", Cudnn(9, 14, 0), raising=False)
     assert "cuDNN" not in describe_attention(llama(), CPU), "it would not have taken cuDNN here"
-    monkeypatch.setattr("fp8_ds.engine.attention.prefers_cudnn", lambda device: True)
+    monkeypatch.setattr("fp8_ds.engine.conversion.prefers_cudnn", lambda device: True)
     for model in (llama(), nn.Linear(4, 4)):
         line = describe_attention(model, CPU)
         assert "cuDNN 9.14.0 is loaded, torch was built with 9.19.0" in line and "CUDNN_HOME" in line

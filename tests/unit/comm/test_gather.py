@@ -1,11 +1,16 @@
-"""How uneven runs are gathered is decided by the bytes it costs."""
+"""How uneven runs are gathered is decided by the bytes it costs, and what one rank sends is what the other expects."""
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.properties import settled
 
 from fp8_ds.comm.counter import ByteCounter
-from fp8_ds.comm.gather import gather_method, gathered_bytes
+from fp8_ds.comm.gather import equal_parts, gather_method, gathered_bytes
 from fp8_ds.comm.layout import Run
 
 
@@ -60,3 +65,15 @@ def test_counter_keeps_the_finished_step_and_starts_anew() -> None:
     counter.end_step()
     assert counter.last is not None and (counter.last.total, counter.last.num_amax_reduces) == (12, 1)
     assert counter.total == 0 and counter.num_amax_reduces == 0
+
+
+@settled(100)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=9), st.integers(1, 12))
+def test_every_element_in_a_part_goes_from_its_owner_to_the_parts_rank(sizes: list[int], part: int) -> None:
+    owned = [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    ranks = range(len(sizes))
+    into, out_of = zip(*(equal_parts(owned, part, rank) for rank in ranks), strict=True)
+    for owner in ranks:
+        for rank in ranks:
+            expected = len([element for element in owned[owner] if element // part == rank])
+            assert into[rank][owner] == out_of[owner][rank] == expected

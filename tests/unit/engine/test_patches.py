@@ -7,8 +7,8 @@ from typing import Any, ClassVar, cast
 import pytest
 from torch import nn
 
-from fp8_ds.engine import accelerate_export, patch_record
-from fp8_ds.engine.accelerate_export import patch_accelerate
+from fp8_ds.engine import patches
+from fp8_ds.engine.patches import patch_accelerate
 from fp8_ds.errors import SeamError, UnsupportedError
 from fp8_ds.tp import ColumnParallelLinear
 from fp8_ds.zero.stage12 import Fp8ZeroStage12
@@ -27,7 +27,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
     stub: Any = ModuleType("accelerate.accelerator")
     stub.Accelerator = type("Accelerator", (), dict(vars(Accelerator)))
     monkeypatch.setitem(sys.modules, "accelerate.accelerator", stub)
-    monkeypatch.setattr(accelerate_export, "RECORD", patch_record.PatchRecord())
+    monkeypatch.setattr(patches, "RECORD", patches.PatchRecord())
     return stub
 
 
@@ -63,7 +63,7 @@ def test_only_what_reads_an_fp8_optimizer_is_an_export(host: Any) -> None:
     assert log == ["export", "done"]
     for other in (SimpleNamespace(log=[]), SimpleNamespace(optimizer=object(), log=[])):
         assert host.Accelerator().get_state_dict(other, unwrap=False) == ["read"]
-    accelerate_export.RECORD.undo()
+    patches.RECORD.undo()
     assert host.Accelerator.get_state_dict is stock
 
 

@@ -11,10 +11,9 @@ from torch import nn
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.config.ds_config import zero_stage
-from fp8_ds.engine import health
-from fp8_ds.engine.refusals import REFUSALS, refuse_config, refuse_unread_reports
-from fp8_ds.engine.refusals_device import DEVICE_REFUSALS, refuse_device
-from fp8_ds.engine.refusals_model import MODEL_REFUSALS, refuse_model
+from fp8_ds.engine import step_callbacks
+from fp8_ds.engine.compat.config import REFUSALS, refuse_config, refuse_unread_reports
+from fp8_ds.engine.compat.model import DEVICE_REFUSALS, MODEL_REFUSALS, refuse_device, refuse_model
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.monitor.sinks import JsonLines
 
@@ -325,7 +324,7 @@ def markdown_tables() -> list[str]:
 
 
 def test_the_page_shows_exactly_the_rows() -> None:
-    """`python tests/unit/engine/test_refusals.py` prints them."""
+    """`python tests/unit/engine/test_compat.py` prints them."""
     page = (Path(__file__).parents[3] / "docs/refusals.md").read_text()
     shown = [block for block in page.strip().split("\n\n") if block.startswith("|")]
     assert [table for table in shown if not table.startswith("| With release |")] == markdown_tables()
@@ -352,9 +351,9 @@ def test_a_sink_in_the_users_home_is_written_there(tmp_path: Path, monkeypatch: 
         refuse_unread_reports(["~/health.jsonl"], GOOD, 0)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     refuse_unread_reports(["~/health.jsonl"], GOOD, 0)
-    monkeypatch.setattr(health.ds_comm, "get_rank", lambda: 0)
-    monkeypatch.setattr(health.dist, "get_rank", lambda group: 0)
-    (sink,) = health._listener(None, "~/health.jsonl", None)
+    monkeypatch.setattr(step_callbacks.ds_comm, "get_rank", lambda: 0)
+    monkeypatch.setattr(step_callbacks.dist, "get_rank", lambda group: 0)
+    (sink,) = step_callbacks._listener(None, "~/health.jsonl", None)
     assert isinstance(sink, JsonLines) and sink.path == tmp_path / "home/health.jsonl"
 
 

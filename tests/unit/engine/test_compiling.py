@@ -1,0 +1,363 @@
+"""Compiled engines: fewer guards, rotary tables made once, more graphs; all with the bits of eager."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
+
+import pytest
+import torch
+import torch._dynamo
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+
+from fp8_ds.config import LinearConfig
+from fp8_ds.engine import compiling
+from fp8_ds.engine.compiling import keep_tables
+from fp8_ds.nn.convert import apply_plan, make_plan
+from fp8_ds.testing import assert_bitwise
+
+RECIPE = "L['self']._modules['q_proj'].fp8_recipe"
+OURS = "G['__import_fp8_ds_dot_nn_dot_recipe']"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "expected"),
+    [
+        (f"{OURS}.Quantized", "CLASS_MATCH", True),
+        (f"{OURS}.Quantized.__dataclass_fields__['rows'].name", "CONSTANT_MATCH", True),
+        (f"{OURS}.torch", "DUPLICATE_INPUT", True),
+        (f"{OURS}.torch", "MODULE_MATCH", True),
+        (f"{OURS}.torch.nn.functional.scaled_dot_product_attention", "BUILTIN_MATCH", False),
+        (f"{OURS}.nn.functional.silu", "CLOSURE_MATCH", False),
+        ("G['__import_transformers_dot_activations'].nn", "DUPLICATE_INPUT", False),
+        (f"{RECIPE}.history", "DUPLICATE_INPUT", True),
+        (f"{RECIPE}.grad_format", "DUPLICATE_INPUT", True),
+        (f"{RECIPE}.history.ready", "CONSTANT_MATCH", False),
+        (f"{RECIPE}.leader", "DUPLICATE_INPUT", False),
+        (RECIPE, "TYPE_MATCH", False),
+        (f"{RECIPE}.backend", "EQUALS_MATCH", False),
+        (f"dict(type({RECIPE}).__mro__[2].__dict__)['is_turned']", "CONSTANT_MATCH", True),
+        (f"type({RECIPE}).__mro__[2].quantize_input", "CLOSURE_MATCH", True),
+        ("type(L['self'])", "ID_MATCH", False),
+        ("L['x']", "TENSOR_MATCH", False),
+    ],
+)
+def test_what_stays_as_it_is(name: str, kind: str, expected: bool) -> None:
+    assert compiling.is_fixed(name, kind) == expected
+
+
+class Recipe:
+    """As one of ours."""
+
+    __module__ = "fp8_ds.nn.recipe"
+    is_turned = False
+
+    def quantize(self) -> None: ...
+
+    @property
+    def max(self) -> float:
+        return 1.0
+
+
+class OwnModule(nn.Module):
+    __module__ = "fp8_ds.nn.linear"
+
+
+class Users(Recipe):
+    __module__ = "users"
+
+
+@pytest.mark.parametrize(
+    ("value", "attribute", "kind", "expected"),
+    [
+        (Recipe(), "quantize", "NOT_PRESENT_IN_GENERIC_DICT", True),
+        (Recipe(), "max", "NOT_PRESENT_IN_GENERIC_DICT", True),
+        (Recipe(), "is_turned", "NOT_PRESENT_IN_GENERIC_DICT", False),  # a class's value, which an object may replace
+        (Recipe(), "other", "NOT_PRESENT_IN_GENERIC_DICT", False),
+        (Recipe(), "quantize", "HASATTR", False),
+        (OwnModule(), "forward", "NOT_PRESENT_IN_GENERIC_DICT", False),
+        (Users(), "quantize", "NOT_PRESENT_IN_GENERIC_DICT", False),
+    ],
+)
+def test_methods_of_ours_stay_where_they_are(value: Any, attribute: str, kind: str, expected: bool) -> None:
+    made = SimpleNamespace(create_fn=functools.partial(print, attr=attribute))
+    guard = SimpleNamespace(name=RECIPE, guard_type=kind, has_value=True, value=value, orig_guard=made)
+    assert compiling.is_on_a_method(guard) == expected
+    guard.has_value = False
+    assert not compiling.is_on_a_method(guard)
+
+
+def test_options_are_the_users_own_with_the_filter_behind_theirs() -> None:
+    seen: list[int] = []
+
+    def first(entries: Any) -> list[bool]:
+        seen.append(len(entries))
+        return [entry.name != "drop" for entry in entries]
+
+    given = {"dynamic": False, "options": {"epilogue_fusion": True, "guard_filter_fn": first}}
+    made = compiling.without_fixed(given)
+    assert given["options"]["guard_filter_fn"] is first  # the user's dictionary is as it was
+    assert (made["dynamic"], made["options"]["epilogue_fusion"]) == (False, True)
+    entries = [SimpleNamespace(name=name, guard_type="TENSOR_MATCH") for name in ("drop", "x", OURS)]
+    assert made["options"]["guard_filter_fn"](entries) == [False, True, False] and seen == [3]
+    with_mode = {"mode": "reduce-overhead"}
+    assert compiling.without_fixed(with_mode) is with_mode
+    for plain in ("default", None):
+        assert compiling.without_fixed({"mode": plain, "dynamic": True}).keys() == {"dynamic", "options"}
+
+
+class Stock:
+    """What an engine compiles by."""
+
+    module, optimizer = nn.Linear(2, 2), None
+    _fp8_hooks: ClassVar[list[Any]] = []
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return False
+
+    def compile(self, backend: str = "inductor", compile_kwargs: Any = {}, schedule: Any = None) -> None:  # noqa: B006
+        self.given = (backend, compile_kwargs, schedule)
+
+
+@pytest.mark.parametrize(("args", "kwargs"), [((), {}), (("eager", {"dynamic": False}), {"schedule": 1})], ids=str)
+def test_an_engine_in_fp8_compiles_with_the_filter_and_more_graphs_and_another_does_not(args: Any, kwargs: Any) -> None:
+    from fp8_ds.engine.engine import Fp8Engine
+
+    plain = Stock()
+    plain.compile(*args, **kwargs)
+    for is_in_fp8 in (False, True):
+        engine: Any = object.__new__(type("Engine", (Fp8Engine, Stock), {"fp8": object() if is_in_fp8 else None}))
+        with torch._dynamo.config.patch(recompile_limit=8):
+            engine.compile(*args, **kwargs)
+            assert torch._dynamo.config.recompile_limit == (compiling.RECOMPILE_LIMIT if is_in_fp8 else 8)
+        backend, compile_kwargs, schedule = engine.given
+        options = {"options": compile_kwargs["options"]} if is_in_fp8 else {}
+        assert (backend, compile_kwargs, schedule) == (plain.given[0], plain.given[1] | options, plain.given[2])
+        assert is_in_fp8 == isinstance(options.get("options", {}).get("guard_filter_fn"), compiling._Filter)
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 48), nn.Linear(48, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def converted(recipe: str, **more: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = Two()
+    config = LinearConfig(recipe=recipe, filter_fqns=(), **more)
+    apply_plan(model, make_plan(model, config), config, torch.device("cpu"))
+    return model
+
+
+def test_a_graph_with_fewer_guards_has_its_bits_and_is_made_anew_for_another_recipe() -> None:
+    torch._dynamo.reset()
+    model, counts = converted("tensorwise"), []
+    options = compiling.without_fixed({})["options"]
+    filtered = options["guard_filter_fn"]
+
+    def counted(entries: Any) -> list[bool]:
+        kept = filtered(entries)
+        kinds = Counter(entry.guard_type for entry, one in zip(entries, kept, strict=True) if not one)
+        counts.append((len(kept), sum(kept), kinds))
+        return kept
+
+    compiled = torch.compile(model, backend="aot_eager", options={"guard_filter_fn": counted})
+    x = torch.randn(16, 32)
+    assert_bitwise(compiled(x), model(x))
+    ((before, after, kinds),) = counts
+    assert after < 0.7 * before and kinds["DUPLICATE_INPUT"] > 2 and kinds["NOT_PRESENT_IN_GENERIC_DICT"] > 20
+    assert_bitwise(compiled(x), model(x))
+    assert len(counts) == 1  # no graph more
+    for name, other in converted("rowwise").named_children():
+        getattr(model, name).fp8_recipe = other.fp8_recipe
+    assert_bitwise(compiled(x), model(x))
+    assert len(counts) == 2
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
+def test_a_graph_with_gradients_in_one_format_does_not_serve_a_model_with_another(recipe: str) -> None:
+    """torch has no guard on what is a model's and a constant of a module as well."""
+    torch._dynamo.reset()
+    x, found = torch.randn(16, 32), {}
+    for grad_dtype in ("e4m3", "e5m2", "e4m3"):
+        expected = gradients(converted(recipe, grad_dtype=grad_dtype), x, compiles=False)
+        found[grad_dtype] = gradients(converted(recipe, grad_dtype=grad_dtype), x, compiles=True)
+        assert_bitwise(found[grad_dtype], expected)
+    assert not torch.equal(found["e4m3"], found["e5m2"])
+
+
+def gradients(model: nn.Module, x: torch.Tensor, *, compiles: bool) -> torch.Tensor:
+    """Of the first weight."""
+    run = torch.compile(model, backend="aot_eager", **compiling.without_fixed({})) if compiles else model
+    run(x).square().sum().backward()
+    gradient = model.get_parameter("up.weight").grad
+    assert gradient is not None
+    return gradient
+
+
+LENGTH, HEAD_DIM = 32, 16
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=64,
+        hidden_size=4 * HEAD_DIM,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(shape).to(torch.bfloat16)
+
+
+def graphs_and_gradients(model: nn.Module) -> tuple[list[torch.fx.GraphModule], dict[str, Tensor]]:
+    """What inductor would be given, recomputation decided; and what one step computes."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
+    ids = torch.arange(2 * LENGTH).reshape(2, LENGTH) % 64
+    torch.compile(model, backend=backend, fullgraph=True)(input_ids=ids, labels=ids).loss.backward()
+    return graphs, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def num_sines(graph: torch.fx.GraphModule) -> int:
+    return sum(node.target == torch.ops.aten.sin.default for node in graph.graph.nodes)
+
+
+def test_backward_reads_tables_instead_of_making_them_again() -> None:
+    stock, ours = llama(), llama()
+    assert len(keep_tables(ours)) == 1 and ours.get_submodule("model.rotary_emb")._forward_hooks
+    (_, stock_backward), stock_gradients = graphs_and_gradients(stock)
+    (forward, backward), gradients = graphs_and_gradients(ours)
+    assert num_sines(stock_backward) > 0, "the partitioner keeps tables by itself now: keep_tables has no purpose"
+    assert (num_sines(forward), num_sines(backward)) == (1, 0)
+    kept = [node for node in forward.graph.nodes if node.target == torch.ops.fp8_ds.table.default]
+    assert [tuple(node.meta["val"].shape) for node in kept] == [(1, LENGTH, HEAD_DIM)] * 2, "cosines and sines"
+    for name, gradient in stock_gradients.items():
+        assert torch.equal(gradients[name], gradient), name
+
+
+def test_eager_is_untouched_and_a_second_call_changes_nothing() -> None:
+    model = llama()
+    (handle,) = keep_tables(model)
+    assert keep_tables(model) == []
+    rotary = model.get_submodule("model.rotary_emb")
+    assert len(rotary._forward_hooks) == 1
+    with torch.profiler.profile() as profiler:
+        model(input_ids=torch.zeros(1, LENGTH, dtype=torch.long))
+    assert not [event.name for event in profiler.events() if "fp8_ds" in event.name]
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert keep_tables(copied) == [] and copied.get_submodule("model.rotary_emb")._forward_hooks
+    handle.remove()
+    assert not rotary._forward_hooks
+
+
+def test_frequencies_of_each_kind_of_layer_are_found() -> None:
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    shape = Gemma3TextConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=HEAD_DIM,
+    )
+    model = Gemma3ForCausalLM(shape)
+    assert len(keep_tables(model)) == 1 and model.model.rotary_emb._forward_hooks
+
+
+def test_what_is_exported_has_no_op_of_ours() -> None:
+    module = Frequencies(lambda x: (x.cos(), x.sin()))
+    keep_tables(module)
+    exported = torch.export.export(module, (torch.ones(3, 4),))
+    assert "fp8_ds" not in str(exported.graph)
+
+
+class Tables(NamedTuple):
+    cos: Tensor
+    sin: Tensor
+
+
+class Frequencies(nn.Module):
+    """A module with the buffer, whose output is what a test wants it to be."""
+
+    def __init__(self, output: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", torch.arange(4.0))
+        self.output = output
+
+    def forward(self, x: Tensor) -> Any:
+        return self.output(x * self.inv_freq)
+
+
+@pytest.mark.parametrize(
+    "output",
+    [lambda x: x.cos(), lambda x: (x.cos(), 2.0), lambda x: [x.cos(), x.sin()], lambda x: Tables(x.cos(), x.sin())],
+    ids=["one", "with a number", "a list", "with names"],
+)
+def test_other_outputs_are_handed_on(output: Callable[[Tensor], Any]) -> None:
+    x = torch.ones(3, 4)
+    module = Frequencies(output)
+    expected = module(x)
+    keep_tables(module)
+    torch._dynamo.reset()
+    got = torch.compile(module, backend="aot_eager", fullgraph=True)(x)
+    assert type(got) is type(expected)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def test_tables_with_a_gradient_keep_it() -> None:
+    module = Frequencies(lambda x: (x.cos(), x.sin()))
+    keep_tables(module)
+    x = torch.ones(3, 4, requires_grad=True)
+    torch._dynamo.reset()
+    cos, _ = torch.compile(module, backend="aot_eager", fullgraph=True)(x)
+    cos.sum().backward()
+    assert x.grad is not None and bool(x.grad.abs().sum() > 0)
+
+
+def test_tables_are_kept_where_every_graph_is_said_to_be_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in torch 2.11, where `torch.compiler.is_exporting()` is True in a graph of torch.compile."""
+    kept: list[torch.Tensor] = []
+    monkeypatch.setattr(compiling, "_op", lambda x: kept.append(x) or x)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    compiling._keep_outputs(torch.nn.Identity(), (), (torch.ones(2), torch.zeros(2)))
+    assert len(kept) == 2
+
+
+@pytest.mark.parametrize(("before", "after"), [(8, 32), (3, 3), (64, 64)])
+def test_more_graphs_than_torchs_own_number_and_no_others_than_a_user_says(before: int, after: int) -> None:
+    pytest.importorskip("deepspeed")
+    from fp8_ds.engine.compiling import allow_more_graphs
+
+    with torch._dynamo.config.patch(recompile_limit=before):
+        allow_more_graphs()
+        assert torch._dynamo.config.recompile_limit == after
+
+
+def test_torchs_own_number_is_what_is_taken_for_it() -> None:
+    """Of this torch: with another one engines would be left with that."""
+    assert torch._dynamo.config._config["recompile_limit"].default == 8
