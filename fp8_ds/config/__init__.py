@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError, PydanticKnownError
@@ -40,6 +40,23 @@ def _float_of_int(value: Any) -> Any:
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) <= sys.float_info.max else value
 
+
+DeepSpeedFix = Literal[
+    "epilogue_sync",
+    "fetches_ahead",
+    "graph_gradients",
+    "group_timeout",
+    "hook_signatures",
+    "hook_tracing",
+    "max_live_parameters",
+    "overflow_check",
+    "reduce_scatter",
+    "stale_gradients",
+    "timer_sync",
+    "tp_degree",
+    "universal_step",
+]
+DEEPSPEED_FIXES: tuple[DeepSpeedFix, ...] = get_args(DeepSpeedFix)
 
 Gemm = Literal["output", "grad_input", "grad_weight"]
 """The three products of a linear, by what they make (fp8_ds/ops/gemm)."""
@@ -235,6 +252,18 @@ class Fp8Config(_Block):
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     guard: GuardConfig = Field(default_factory=GuardConfig)
     monitor: MonitorConfig = Field(default_factory=MonitorConfig)
+    without_deepspeed_fixes: Annotated[tuple[str, ...], BeforeValidator(_tuple_of_list)] = ()
+
+    def check(self) -> None:
+        if unknown := [name for name in self.without_deepspeed_fixes if name not in DEEPSPEED_FIXES]:
+            raise ConfigError(
+                f"fp8.without_deepspeed_fixes: expected names among {', '.join(DEEPSPEED_FIXES)}, got "
+                f"{as_json(unknown[0])}. docs/config.md says what each of these repairs."
+            )
+
+    def has_fix(self, name: DeepSpeedFix) -> bool:
+        """Whether a repair of DeepSpeed is on (fp8_ds/engine/deepspeed_fixes.py)."""
+        return name not in self.without_deepspeed_fixes
 
     @classmethod
     def from_block(cls, block: Any) -> Fp8Config:

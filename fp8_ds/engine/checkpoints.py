@@ -32,6 +32,7 @@ from fp8_ds.checkpoint.state import (
 )
 from fp8_ds.engine.checking import Load, checked
 from fp8_ds.engine.compat.model import refuse_one_ranks_part
+from fp8_ds.engine.deepspeed_fixes import correct_tp_degree
 from fp8_ds.engine.ranks import say, tell_all
 from fp8_ds.engine.saving import save_whole
 from fp8_ds.engine.step_callbacks import StepCallbacks
@@ -43,9 +44,6 @@ from fp8_ds.zero.stage import Fp8Context
 from fp8_ds.zero.stage3 import Fp8ZeroStage3
 from fp8_ds.zero.stage12 import Fp8ZeroStage12
 from fp8_ds.zero.states import Fp8States
-
-_PARALLEL_DIMS, _TP_DEGREE = "checkpoint_parallel_dimensions", "tp_degree"
-"""Keys of a model file, from DeepSpeed 0.19.8 on."""
 
 
 class Fp8Checkpoints:
@@ -106,11 +104,11 @@ class Fp8Checkpoints:
             return save_whole(self, save_dir, tag, save_latest, write)
 
     def _common_checkpoint_state(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Correct DeepSpeed's entries, by which ds_to_universal would take ranks of Ulysses' `mpu` for
-        tensor-parallel."""
+        """Return DeepSpeed's entries of a model file, with the number of tensor-parallel ranks."""
         state: dict[str, Any] = super()._common_checkpoint_state(*args, **kwargs)  # type: ignore[misc]
-        if self.sequence_parallel_size > 1 and (dims := state.get(_PARALLEL_DIMS)) is not None:
-            state[_PARALLEL_DIMS] = {**dims, _TP_DEGREE: self.mp_world_size}
+        context = self.fp8 or self._fp8_unused
+        if context is not None and context.config.has_fix("tp_degree"):
+            correct_tp_degree(self, state)
         return state
 
     def _copy_recovery_script(self: Any, save_path: str) -> None:

@@ -60,7 +60,6 @@ def convert(engine: Any) -> Fp8Context | None:
     module, device = engine.module, engine.device
     is_autotp = engine.autotp_size() > 1
     refuse_device(config.linear.recipe, config.linear.backend, *capabilities(device))
-    let_the_timer_wait(engine._config, False)
     foreign = autotp_linears(module) if is_autotp else {}
     if config.optimizer.states == "fp8":
         _cast_trainable(module)
@@ -120,13 +119,6 @@ def leave_unoptimized(module: Any, context: Fp8Context, optimizer: Any) -> None:
     for name in left:
         del context.weights[name]
     say(context.plan.describe())
-
-
-def let_the_timer_wait(config: Any, waits: bool) -> None:
-    """Set whether DeepSpeed's throughput timer empties the device's queue twice a step, unless its key is
-    configured."""
-    if "synchronized" not in config._param_dict.get("timers", {}).get("throughput", {}):
-        config.timers_config.synchronized = waits
 
 
 def _agree_on_plan(

@@ -14,7 +14,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fp8_ds.engine import compiling, conversion, leaves, zero_optimizer
+from fp8_ds.engine import compiling, conversion, deepspeed_fixes, leaves, zero_optimizer
 from fp8_ds.engine.checkpoints import BeforeStateDict, Fp8Checkpoints
 from fp8_ds.engine.precision import Request
 from fp8_ds.engine.rank_agreement import refuse_other_order
@@ -27,7 +27,6 @@ from fp8_ds.nn.linear import Fp8Linear
 from fp8_ds.nn.matrices import full_shape
 from fp8_ds.nn.parameter import keep_values_in_hooks
 from fp8_ds.zero.param_hooks import share_readers
-from fp8_ds.zero.stage3 import leave_out_of_graphs
 from fp8_ds.zero.stage12 import Fp8ZeroStage12
 
 
@@ -59,16 +58,16 @@ class Fp8Engine(Fp8Checkpoints):
             return build(optimizer)
         refuse_other_order(optimizer.param_groups, self.param_names, self.seq_data_parallel_group)
         conversion.leave_unoptimized(self.module, self.fp8, optimizer)
-        room = leaves.raise_max_live_parameters(self)
-        zero, host = zero_optimizer.build_zero(self, optimizer, build)
         if zero_optimizer.has_no_purpose(self):
             say("fp8: off for this engine: none of its linears is in FP8; it trains as stock bf16")
             self.fp8, self._fp8_unused = None, self.fp8
-            conversion.let_the_timer_wait(self._config, True)
-        else:
-            zero_optimizer.retype(zero, host, self.fp8, self.gradient_clipping())
-            if room is not None:
-                say(room)
+            return build(optimizer)
+        line = deepspeed_fixes.prepare(self)
+        zero, host = zero_optimizer.build_zero(self, optimizer, build)
+        zero_optimizer.retype(zero, host, self.fp8, self.gradient_clipping())
+        deepspeed_fixes.finish(self, zero)
+        if line:
+            say(line)
         return zero
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -111,8 +110,7 @@ class Fp8Engine(Fp8Checkpoints):
             self._fp8_hooks += compiling.keep_tables(self.module)
             if line := leaves.hint_on_compiling(self):
                 say(line)
-            if (offload := getattr(self.optimizer, "parameter_offload", None)) is not None:
-                leave_out_of_graphs(offload)
+            deepspeed_fixes.before_compiling(self)
         given = inspect.signature(super().compile).bind(*args, **kwargs)  # type: ignore[misc]
         if self.fp8 is not None:
             given.arguments["compile_kwargs"] = compiling.without_fixed(given.arguments.get("compile_kwargs", {}))

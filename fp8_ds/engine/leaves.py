@@ -10,8 +10,8 @@ from torch.nn import Module
 
 from fp8_ds.engine.liger_loss import with_liger_loss
 
-_BOUND = "stage3_max_live_parameters"
-LIVE_NAMES = (_BOUND, "max_live_parameters")
+BOUND = "stage3_max_live_parameters"
+LIVE_NAMES = (BOUND, "max_live_parameters")
 """Names that DeepSpeed takes for it."""
 
 
@@ -73,34 +73,16 @@ def hint_on_building(engine: Any) -> str | None:
     )
 
 
-def raise_max_live_parameters(engine: Any) -> str | None:
-    """Raise the bound on live weights, if none is configured, so that DeepSpeed can prefetch every leaf.
-
-    DeepSpeed's default of a thousand million leaves some out in silence; Llama-3-8B's head and embedding, which Liger's
-    loss holds, are more. Call this before DeepSpeed's optimizer is built.
-
-    Returns:
-        A line that says so, or None if DeepSpeed's bound stays.
-    """
-    if not engine.zero_optimization_partition_weights() or _names_bound(engine):
-        return None
-    needed, before = _room(engine), engine.zero_max_live_parameters()
-    if needed <= before:
-        return None
-    engine._config.zero_config.max_live_parameters = needed
-    return f"fp8: {_BOUND} is {needed:,}, and not {before:,}, for leaf_module's leaves to be prefetched: it is not set"
-
-
 def hint_on_live(engine: Any) -> str | None:
     """Return a warning if DeepSpeed silently does not prefetch every leaf under the configured bound."""
-    if not engine.zero_optimization_partition_weights() or not _names_bound(engine):
+    if not engine.zero_optimization_partition_weights() or not names_bound(engine):
         return None
-    needed, bound = _room(engine), engine.zero_max_live_parameters()
+    needed, bound = needed_bound(engine), engine.zero_max_live_parameters()
     if bound >= needed:
         return None
     held = "; head and embedding are held with Liger's loss" if _holds_head(engine) else ""
     return (
-        f"fp8: zero_optimization.{_BOUND}: expected at least {needed:,} for every leaf_module to be prefetched, beside "
+        f"fp8: zero_optimization.{BOUND}: expected at least {needed:,} for every leaf_module to be prefetched, beside "
         f"what stage3_max_reuse_distance keeps{held}; got {bound:,}. Raise it, or leave it out."
     )
 
@@ -141,11 +123,11 @@ def live_weights(model: Module, reuse_distance: int, holds_head: bool, threshold
     return Live(held, min(largest + max(largest, kept), sum(leaves) + outside - held), largest)
 
 
-def _names_bound(engine: Any) -> bool:
+def names_bound(engine: Any) -> bool:
     return not engine._config._param_dict.get("zero_optimization", {}).keys().isdisjoint(LIVE_NAMES)
 
 
-def _room(engine: Any) -> int:
+def needed_bound(engine: Any) -> int:
     """Return the bound under which every leaf can be prefetched; 0 without leaves."""
     found = live_weights(engine.module, engine.zero_max_reuse_distance(), _holds_head(engine))
     return found.total if found.leaves else 0

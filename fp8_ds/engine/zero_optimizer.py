@@ -9,17 +9,16 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from deepspeed import comm as ds_comm
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from fp8_ds.engine import deepspeed_fixes
 from fp8_ds.engine.compat.config import no_release
 from fp8_ds.engine.ranks import say
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.optim.adamw import Fp8AdamW
-from fp8_ds.tp.group import device_of
 from fp8_ds.zero.reduce import Fp8ReduceStage3, Fp8ReduceStage12
 from fp8_ds.zero.release import Fp8ReleaseStage3, Fp8ReleaseStage12
 from fp8_ds.zero.stage import Fp8Context
@@ -109,9 +108,9 @@ def retype(zero: Any, host: type, context: Fp8Context, gradient_clipping: float)
         mixins = [known.release if config.optimizer.releases(gradient_clipping) else known.states]
     if config.zero.reduce_scatter == "fp8":
         mixins.insert(0, known.reduce)
+    mixins += deepspeed_fixes.mixins(host, config, gradient_clipping)
     zero.__class__ = type(f"Fp8{host.__name__}", (*mixins, host), {})
     zero.fp8_init(context)
-    _wait_no_longer_than_the_default_group(zero.dp_process_group)
     start_count_anew(context)
 
 
@@ -158,11 +157,3 @@ def adam_to_take_over(engine: Any, model_parameters: Any) -> torch.optim.Optimiz
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
     return (torch.optim.AdamW if decoupled else torch.optim.Adam)(model_parameters, **options)
-
-
-def _wait_no_longer_than_the_default_group(group: Any) -> None:
-    """Give `group` the default group's time-out. DeepSpeed makes ZeRO's group with torch's own (gloo: 30 minutes)."""
-    options = getattr(dist.group.WORLD._get_backend(device_of(None)), "options", None)  # type: ignore[union-attr]
-    if options is not None:
-        c10d: Any = dist.distributed_c10d  # torch 2.14 renames it
-        (getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout)(options._timeout, group)

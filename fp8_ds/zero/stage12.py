@@ -7,15 +7,12 @@ numel: DeepSpeed may still narrow it and copy into it. Seams: fp8_ds/engine/seam
 
 from __future__ import annotations
 
-import itertools
-import sys
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.zero import stage_1_and_2
 from torch import Tensor
 
@@ -51,9 +48,7 @@ class Fp8ZeroStage12(Fp8AccessStage12):
         names = {id(p): name for name, p in context.trainable.items()}
         self._fp8_quantizer = self._fp8_make_quantizer(context, self.bit16_groups_flat[0].device)
         self._fp8_in_step = False
-        self._fp8_own_gradients = OwnGradients()
         self._fp8_overwritten: dict[int, Written] = {}  # by id of payload
-        self._fp8_norms: list[tuple[Any, Tensor]] = []
         owned = OwnedGroups(self.bit16_groups_flat)
         owned.owner = weakref.ref(self)
         self.bit16_groups_flat = owned
@@ -225,7 +220,6 @@ class Fp8ZeroStage12(Fp8AccessStage12):
             super().step(closure)  # type: ignore[misc]
         finally:
             self._fp8_in_step = False
-            self._fp8_norms.clear()
         if self.overflow and self._fp8.history is not None:
             self._fp8.history.amax_local.zero_()
 
@@ -235,51 +229,6 @@ class Fp8ZeroStage12(Fp8AccessStage12):
             _expect_patched_gather()
         super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
         self._fp8_refresh(is_step=False)
-
-    def backward_epilogue(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Move gradients that wait for the step, or for more micro-batches, out of the memory of CUDA graphs.
-
-        DeepSpeed has the very tensors that autograd left, and the next replay would write over them.
-        """
-        super().backward_epilogue(*args, **kwargs)  # type: ignore[misc]
-        if are_replayed():
-            params = itertools.chain.from_iterable(self.bit16_groups)
-            self._fp8_own_gradients.take_over(self.all_grad_tensors.values(), params)
-
-    def check_overflow(self: Any, partition_gradients: bool = True) -> None:
-        """Set `overflow` in a step: whether the norm of a group, by which DeepSpeed clips, is infinite or NaN.
-
-        DeepSpeed's own check reads every gradient (some ten operators each), waits, and launches all norms to an idle
-        device. Finite gradients whose norm is beyond float32 (1.8e19) are an overflow, too, as from DeepSpeed 0.19.8
-        on. If a norm may leave gradients out (replicas of model parallelism, experts), DeepSpeed's own check runs.
-        """
-        if not (self._fp8_in_step and self._fp8_norm_has_all()):
-            super().check_overflow(partition_gradients)  # type: ignore[misc]
-            return
-        for i in range(len(self.bit16_groups)):
-            gradients = self.averaged_gradients[i]
-            norm = super().get_grad_norm_direct(gradients, self.params_in_partition[i])  # type: ignore[misc]
-            self._fp8_norms.append((gradients, norm))
-        norms = torch.stack([norm for _, norm in self._fp8_norms])
-        self.overflow = not bool(((norms >= 0) & torch.isfinite(norms)).all())  # DeepSpeed says -1 for infinite or NaN
-
-    def get_grad_norm_direct(self: Any, gradients: Any, params: Any, norm_type: float = 2) -> Tensor:
-        """Return DeepSpeed's norm; one that `check_overflow` has measured in this step is not measured again."""
-        for k, (measured, norm) in enumerate(self._fp8_norms):
-            if measured is gradients and norm_type == 2:
-                del self._fp8_norms[k]  # with the gradients, which DeepSpeed is about to free
-                return norm
-        return super().get_grad_norm_direct(gradients, params, norm_type)  # type: ignore[misc]
-
-    def _fp8_norm_has_all(self: Any) -> bool:
-        """Whether the norm counts every gradient there is; the same answer on all ranks."""
-        group = self.model_parallel_group
-        return (
-            not self.cpu_offload
-            and not self.has_moe_layers
-            and getattr(self, "compute_grad_norm", True)
-            and (group is None or dist.get_world_size(group) == 1)
-        )
 
     def _update_model_bit16_weights(self: Any, group_index: int) -> None:
         """Do nothing: parameters point into the compact buffers since the gather (`_fp8_point_params`)."""
@@ -389,39 +338,3 @@ def patched_all_gather(original: Any) -> Any:
 
     all_gather_dp_groups.fp8_ds_stock = original  # type: ignore[attr-defined]
     return all_gather_dp_groups
-
-
-def are_replayed() -> bool:
-    """Whether this thread has CUDA graphs of torch.compile on its device, whose replays overwrite outputs.
-
-    Source: torch 2.11 and 2.13, `torch/_inductor/cudagraph_trees.py`, `get_manager`; not imported for the question.
-    """
-    trees = sys.modules.get("torch._inductor.cudagraph_trees")
-    if trees is None or not torch.cuda.is_initialized():
-        return False
-    return trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False) is not None
-
-
-class OwnGradients:
-    """Gradients kept from one backward to the next, out of the memory of CUDA graphs, each copied once."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, weakref.ref[Tensor]] = {}
-
-    def take_over(self, lists: Iterable[list[Tensor] | None], params: Iterable[Any]) -> None:
-        """Copy the entries of `lists`, and `grad` of `params`, unless they were copied when this last ran."""
-        known, self._known = self._known, {}
-
-        def own(grad: Tensor) -> Tensor:
-            before = known.get(id(grad))
-            if before is None or before() is not grad:
-                grad = grad.clone()
-            self._known[id(grad)] = weakref.ref(grad)
-            return grad
-
-        for gradients in lists:
-            for number, grad in enumerate(gradients or ()):
-                gradients[number] = own(grad)  # type: ignore[index]  # one at a time: each frees the one before
-        for p in params:
-            if p.grad is not None:
-                p.grad = own(p.grad)

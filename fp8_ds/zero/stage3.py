@@ -6,19 +6,15 @@ reads it, and dropped again. Parameters that are not FP8 keep their bf16 shards.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
-from deepspeed.runtime.zero import stage3 as ds_stage3
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from torch import Tensor, nn
+from torch import Tensor
 
-from fp8_ds.comm.reduce_scatter import reduce_scatter_shares
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.zero.param_hooks import ZeroParamHooks
@@ -28,11 +24,6 @@ from fp8_ds.zero.weights import Part, WeightQuantizer, aligned_starts
 
 _ALIGNMENT = 16
 """Alignment in bytes: FP8 GEMMs read 16 at a time."""
-
-_LEAVES_AHEAD = 4
-"""Fetches that the host may run ahead with leaves; in FP8 these are the bytes of two leaves in bf16. DeepSpeed's own
-bound is two parameters. Unless the host runs ahead, ranks that are late in turns wait for each other in every gather.
-"""
 
 
 class Fp8ZeroStage3:
@@ -44,7 +35,6 @@ class Fp8ZeroStage3:
     def fp8_init(self: Any, context: Fp8Context) -> None:
         """Give every converted weight an FP8 shard and hook all parameters. Collective (first quantisation)."""
         self._fp8 = context
-        self._fp8_has_gradient: set[int] = set()  # ds_id, since the last step
         self._fp8_places: dict[int, tuple[int, int]] = {}  # by id: sub-group, and where its flat master has a parameter
         for i, group in enumerate(self.fp16_groups):
             starts = itertools.accumulate((p.ds_tensor.ds_numel for p in group), initial=0)
@@ -62,10 +52,6 @@ class Fp8ZeroStage3:
         self._fp8_set_sources()
         self._fp8_masters = self.fp32_partitioned_groups_flat
         self._fp8_hooks = [ZeroParamHooks(p, shards) for p in self.module.parameters() if hasattr(p, "ds_id")]
-        if shards.in_flight.has_leaves:
-            coordinator = self.parameter_offload.get_param_coordinator()
-            coordinator._PartitionedParameterCoordinator__max_ongoing_fetch_events = _LEAVES_AHEAD
-        keep_signatures(self.module)
         self._fp8_refresh(is_step=False)
 
     def _fp8_make_quantizer(self: Any, context: Fp8Context, device: torch.device) -> Any:
@@ -175,51 +161,6 @@ class Fp8ZeroStage3:
         finally:
             self._fp8_drop_flat()
 
-    # The name under which DeepSpeed's private `__avg_scatter_grads` is looked up.
-    def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(self: Any, params: list[Any], *args: Any) -> list[Tensor]:
-        """Run DeepSpeed's method with our `reduce_scatter_coalesced`.
-
-        A step's first gradients are written to where DeepSpeed copies them afterwards. That copy is then free: on CUDA
-        torch copies nothing onto itself (ATen/native/cuda/Copy.cu).
-        """
-        original = ds_stage3.reduce_scatter_coalesced
-        is_first = self._fp8_keeps_gradients and self.micro_step_id == 0
-        places = [self._fp8_gradient_buffer(p) for p in params] if is_first else ()
-        ds_stage3.reduce_scatter_coalesced = partial(reduce_scatter_shares, places=places)
-        try:
-            return super()._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(params, *args)  # type: ignore[misc]
-        finally:
-            ds_stage3.reduce_scatter_coalesced = original
-
-    def partition_grads(self: Any, params_to_release: list[Any], grad_partitions: list[Tensor]) -> list[Tensor]:
-        """Run DeepSpeed's method, but start from zero for parameters that earlier micro-batches did not use; DeepSpeed
-        adds to the gradient of an earlier step."""
-        for p in params_to_release:
-            if p.ds_id not in self._fp8_has_gradient:
-                self._fp8_has_gradient.add(p.ds_id)
-                if self.micro_step_id > 0:
-                    self._fp8_gradient_buffer(p).zero_()
-        return super().partition_grads(params_to_release, grad_partitions)  # type: ignore[misc]
-
-    def _pre_step(self: Any) -> None:
-        """Give parameters that no micro-batch has used gradients of zeros, as in stages 1 and 2. DeepSpeed updates them
-        by the gradient of the last step that used them, for as long as none does."""
-        if self._fp8_keeps_gradients:
-            for p in (p for group in self.fp16_groups for p in group):
-                if p.ds_id not in self._fp8_has_gradient:
-                    self._fp8_gradient_buffer(p).zero_()
-        self._fp8_has_gradient.clear()
-        super()._pre_step()  # type: ignore[misc]
-
-    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Zero the gradients, and forget which parameters the micro-batches so far have used."""
-        self._fp8_has_gradient.clear()
-        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
-
-    def _fp8_gradient_buffer(self: Any, p: Any) -> Tensor:
-        """Return the buffer in which DeepSpeed adds up this rank's gradients of `p`."""
-        return self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[p.ds_id]
-
     def _reassign_or_swap_out_partitioned_parameters(self: Any, sub_group_id: int) -> None:
         """Copy the masters of an updated sub-group to its bf16 shards, for parameters that have one."""
         if self._fp8_flat_is_live:
@@ -253,9 +194,6 @@ class Fp8ZeroStage3:
     def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
         with self._fp8_bf16_flat():
             super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
-        for state in self.optimizer.state.values():
-            if isinstance(step := state.get("step"), Tensor):  # universal: one for all sub-groups, and Adam adds to it
-                state["step"] = step.clone()
         self._fp8_refresh(is_step=False)
 
     @torch.no_grad()
@@ -334,27 +272,3 @@ class Fp8ZeroStage3:
             "persistent": persistent,
             "num_fp8_weights": sum(p.ds_numel for p in parameters if self._fp8_shards.of([p])),
         }
-
-
-def leave_out_of_graphs(offload: Any) -> None:
-    """Keep torch.compile from tracing the hooks of DeepSpeed's `parameter_offload`; it calls them instead.
-
-    A graph ends at a module with hooks either way. Traced hooks become graphs without an operator, with half a thousand
-    guards a module that are checked in each call. Hooks that are registered later, as TRL does, are traced.
-    """
-    for handle in (offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks):
-        hooks = handle.hooks_dict_ref()
-        if hooks is not None and handle.id in hooks:
-            hooks[handle.id] = torch.compiler.disable(hooks[handle.id])
-
-
-def keep_signatures(module: nn.Module) -> None:
-    """Store the signatures of the functions that mark where a module's backward begins and ends.
-
-    `torch.autograd.Function.apply` asks `inspect.signature` for it at every call of a function with `setup_context`
-    (torch 2.11 to 2.14), three times a decoder layer; a stored signature is returned as it is.
-    """
-    for child in module.modules():
-        for name in ("pre_bwd_fn", "post_bwd_fn"):
-            if (function := child.__dict__.get(name)) is not None:
-                function.forward.__signature__ = inspect.signature(function.forward)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 
@@ -188,17 +187,6 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
                 self._fp8_shards.absorb(frozen)
             return
         self._fp8_end_scales()
-
-    def independent_gradient_partition_epilogue(self: Any) -> None:
-        """Run DeepSpeed's epilogue, with the device waiting for the last reductions: a waiting host lets it run dry."""
-        stream = self.reduce_and_partition_stream
-        if stream is not None:  # else the device has no streams
-            stream.synchronize = lambda: get_accelerator().current_stream().wait_stream(stream)
-        try:
-            super().independent_gradient_partition_epilogue()  # type: ignore[misc]
-        finally:
-            if stream is not None:
-                del stream.synchronize
 
     def step(self: Any, closure: Any = None) -> None:
         """Update all shards straight from the reduced gradients.

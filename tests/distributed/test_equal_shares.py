@@ -12,8 +12,9 @@ import training
 from fp8_ds.comm import collectives
 from fp8_ds.comm.counter import count_collectives
 from fp8_ds.comm.reduce_scatter import reduce_scatter_shares
+from fp8_ds.engine import deepspeed_fixes
+from fp8_ds.engine.deepspeed_fixes import gradient_buffer
 from fp8_ds.testing import assert_bitwise
-from fp8_ds.zero import stage3
 
 pytestmark = pytest.mark.distributed
 
@@ -190,7 +191,7 @@ def accumulated(fp8: dict[str, Any], patched: dict[str, Any]) -> tuple[list[set[
     stock = kind.partition_grads
 
     def partition_grads(self: Any, params: list[Any], shares: list[torch.Tensor]) -> list[torch.Tensor]:
-        places = [self._fp8_gradient_buffer(p) for p in params]
+        places = [gradient_buffer(self, p) for p in params]
         if len(params) > 1:
             found.append({a.data_ptr() == b.data_ptr() for a, b in zip(places, shares, strict=True)})
         return stock(self, params, shares)
@@ -199,7 +200,7 @@ def accumulated(fp8: dict[str, Any], patched: dict[str, Any]) -> tuple[list[set[
         patch.setattr(collectives, "MIN_BYTES", 0)
         patch.setattr(kind, "partition_grads", partition_grads)
         for name, value in patched.items():
-            patch.setattr(stage3, name, value)
+            patch.setattr(deepspeed_fixes, name, value)
         training.train(engine, 3)
     masters = training.full_masters(engine)
     training.destroy(engine)

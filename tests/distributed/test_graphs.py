@@ -12,7 +12,7 @@ import pytest
 import torch
 import training
 
-from fp8_ds.zero import stage12
+from fp8_ds.engine import deepspeed_fixes
 
 pytestmark = pytest.mark.distributed
 
@@ -22,12 +22,12 @@ NUM = 3
 
 @contextlib.contextmanager
 def graphs_that_are(replayed: bool) -> Iterator[None]:
-    stock = stage12.are_replayed
-    stage12.are_replayed = lambda: replayed
+    stock = deepspeed_fixes.are_replayed
+    deepspeed_fixes.are_replayed = lambda: replayed
     try:
         yield
     finally:
-        stage12.are_replayed = stock
+        deepspeed_fixes.are_replayed = stock
 
 
 def masters_with_replays(
@@ -38,7 +38,7 @@ def masters_with_replays(
     Args:
         mode: how they are summed up; "late": a weight has no gradient in the first.
         replays: whether what a backward has left is written over as soon as the next forward begins.
-        is_told: what `stage12.are_replayed` says.
+        is_told: what `deepspeed_fixes.are_replayed` says.
     """
     options: dict[str, Any] = {"zero_optimization": {"stage": stage, "contiguous_gradients": is_contiguous}}
     if mode == "unmanaged":
@@ -128,12 +128,12 @@ def test_nothing_is_copied_where_a_step_has_one_batch(ranks: Any, stage: int, fp
 def test_graphs_are_replayed_where_this_device_has_a_manager_of_them(monkeypatch: Any, manager: Any) -> None:
     import torch._inductor.cudagraph_trees as trees
 
-    assert not stage12.are_replayed(), "no CUDA here"
+    assert not deepspeed_fixes.are_replayed(), "no CUDA here"
     containers = trees.get_obj(trees.local, "tree_manager_containers")
     monkeypatch.setitem(containers, 2, SimpleNamespace(tree_manager=object()))
     monkeypatch.setitem(containers, 3, SimpleNamespace(tree_manager=manager))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    assert stage12.are_replayed() == (manager is not None)
+    assert deepspeed_fixes.are_replayed() == (manager is not None)
     monkeypatch.delitem(sys.modules, "torch._inductor.cudagraph_trees")
-    assert not stage12.are_replayed(), "and it is not imported for the question"
+    assert not deepspeed_fixes.are_replayed(), "and it is not imported for the question"

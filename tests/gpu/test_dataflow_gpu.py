@@ -50,11 +50,11 @@ def synchronisations(
 def lets_the_host_run_ahead(engine: Any) -> None:
     """ZeRO-3 waits for a fetch some weights back unless it is over: as often as a device is late, that others use, too.
     It never waits for that one here."""
-    from fp8_ds.zero.stage3 import _LEAVES_AHEAD
+    from fp8_ds.engine.deepspeed_fixes import FETCHES_AHEAD
 
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
     name = "_PartitionedParameterCoordinator__max_ongoing_fetch_events"
-    assert getattr(coordinator, name) in (2, _LEAVES_AHEAD)
+    assert getattr(coordinator, name) in (2, FETCHES_AHEAD)
     setattr(coordinator, name, 1 << 30)
 
 

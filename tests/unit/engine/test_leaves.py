@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from fp8_ds.engine import leaves
+from fp8_ds.engine import deepspeed_fixes, leaves
 
 
 def ligers_forward() -> None:
@@ -93,25 +93,25 @@ def test_a_bound_that_nobody_has_set_is_one_that_suffices(loss: str) -> None:
     needed = 2_000 if loss == "stock" else 6_000
     for key in ("stage3_max_live_parameters", "max_live_parameters"):
         one = engine(loss, needed - 1, 0, key=key)
-        assert leaves.raise_max_live_parameters(one) is None and one.zero_max_live_parameters() == needed - 1
+        assert deepspeed_fixes.raise_max_live_parameters(one) is None and one.zero_max_live_parameters() == needed - 1
     one = engine(loss, needed - 1, 0, key="stage")
-    line = leaves.raise_max_live_parameters(one)
+    line = deepspeed_fixes.raise_max_live_parameters(one)
     assert line is not None and f"{needed:,}, and not {needed - 1:,}" in line
     assert one.zero_max_live_parameters() == needed
-    assert leaves.raise_max_live_parameters(one) is None
+    assert deepspeed_fixes.raise_max_live_parameters(one) is None
     one.zero_max_live_parameters = lambda: 1
     assert leaves.hint_on_live(one) is None  # nobody has set it: as for leaves that DeepSpeed itself makes later
 
 
 def test_a_bound_that_suffices_stays() -> None:
     one = engine("liger", 20_000, 10**9, key="stage")
-    assert leaves.raise_max_live_parameters(one) is None and one.zero_max_live_parameters() == 20_000
+    assert deepspeed_fixes.raise_max_live_parameters(one) is None and one.zero_max_live_parameters() == 20_000
     for other in (engine("liger", 5, 0, stage=2, key="stage"), engine("liger", 5, 0, has_leaves=False, key="stage")):
-        assert leaves.raise_max_live_parameters(other) is None and other.zero_max_live_parameters() == 5
+        assert deepspeed_fixes.raise_max_live_parameters(other) is None and other.zero_max_live_parameters() == 5
 
 
 def test_parameters_count_as_whole_before_deepspeed_has_cut_them() -> None:
     one = engine("stock", 1, 0, key="stage")
     for p in one.module.parameters():
         del p.ds_numel, p.ds_persist
-    assert leaves.raise_max_live_parameters(one) is not None and one.zero_max_live_parameters() == 2_000
+    assert deepspeed_fixes.raise_max_live_parameters(one) is not None and one.zero_max_live_parameters() == 2_000

@@ -1,0 +1,83 @@
+"""Repairs of DeepSpeed: each has a name that leaves it out, and it alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from fp8_ds.config import DEEPSPEED_FIXES, Fp8Config
+from fp8_ds.engine import deepspeed_fixes
+from fp8_ds.engine.checkpoints import Fp8Checkpoints
+from fp8_ds.errors import ConfigError
+
+CALLED_ONCE = {
+    "disable_timer_sync": "timer_sync",
+    "use_default_timeout": "group_timeout",
+    "raise_max_live_parameters": "max_live_parameters",
+    "fetch_further_ahead": "fetches_ahead",
+    "store_signatures": "hook_signatures",
+    "leave_out_of_graphs": "hook_tracing",
+}
+MIXED_IN = {
+    deepspeed_fixes.OwnUniversalSteps: "universal_step",
+    deepspeed_fixes.FewerLaunches: "reduce_scatter",
+    deepspeed_fixes.FreshGradients: "stale_gradients",
+    deepspeed_fixes.EpilogueOnDevice: "epilogue_sync",
+    deepspeed_fixes.OverflowFromNorms: "overflow_check",
+    deepspeed_fixes.GradientsOutOfGraphs: "graph_gradients",
+}
+
+
+class Stage3(DeepSpeedZeroOptimizer_Stage3):
+    def __init__(self) -> None:
+        self.dp_process_group = self.module = None
+        self.parameter_offload: Any = object()
+
+
+class Saved:
+    def _common_checkpoint_state(self) -> dict[str, Any]:
+        return {"checkpoint_parallel_dimensions": {"tp_degree": 2}}
+
+
+class Engine(Fp8Checkpoints, Saved):
+    sequence_parallel_size, mp_world_size, _config, optimizer = 2, 1, None, Stage3()
+
+
+def applied(monkeypatch: pytest.MonkeyPatch, without: list[str]) -> set[str]:
+    """Names of the repairs that engines of all stages and states get."""
+    found = set()
+    for function, name in CALLED_ONCE.items():
+        monkeypatch.setattr(deepspeed_fixes, function, lambda _, name=name: found.add(name))
+    for states in ("fp32", "fp8"):
+        block = {"enabled": True, "optimizer": {"states": states}, "without_deepspeed_fixes": without}
+        config = Fp8Config.from_block(block)
+        engine: Any = Engine()
+        engine.fp8 = SimpleNamespace(config=config)
+        deepspeed_fixes.prepare(engine)
+        for host in (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3):
+            found |= {MIXED_IN[mixin] for mixin in deepspeed_fixes.mixins(host, config, 0.0)}
+        deepspeed_fixes.finish(engine, engine.optimizer)
+        deepspeed_fixes.before_compiling(engine)
+        if engine._common_checkpoint_state()["checkpoint_parallel_dimensions"] == {"tp_degree": 1}:
+            found.add("tp_degree")
+    return found
+
+
+def test_all_are_on_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert applied(monkeypatch, []) == set(DEEPSPEED_FIXES)
+
+
+@pytest.mark.parametrize("name", DEEPSPEED_FIXES)
+def test_a_name_leaves_out_one_and_no_other(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    assert applied(monkeypatch, [name]) == set(DEEPSPEED_FIXES) - {name}
+
+
+def test_an_unknown_name_is_refused_with_all_that_there_are() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Fp8Config.from_block({"enabled": True, "without_deepspeed_fixes": ["timer_sync", "timer"]})
+    assert str(caught.value).startswith("fp8.without_deepspeed_fixes: expected names among")
+    assert '"timer"' in str(caught.value) and all(name in str(caught.value) for name in DEEPSPEED_FIXES)
