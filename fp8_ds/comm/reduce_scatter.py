@@ -355,8 +355,8 @@ def reduce_scatter_shares(
     if len(used) > 1 and not is_worth_it(len(equal), num_bytes):
         equal = []
     wholes = [tensors[index].view(-1) for index in equal]
-    if cut := sorted({*used} - {*equal}):
-        wholes.append(torch._chunk_cat([tensors[index].view(-1) for index in cut], 0, num_ranks).view(-1))
+    if uneven := sorted({*used} - {*equal}):
+        wholes.append(torch._chunk_cat([tensors[index].view(-1) for index in uneven], 0, num_ranks).view(-1))
     op = dist.ReduceOp.AVG
     if not _is_divided_by_backend(wholes[0], num_ranks, group):
         op = dist.ReduceOp.SUM
@@ -365,7 +365,7 @@ def reduce_scatter_shares(
         else:
             wholes = list(torch._foreach_div(wholes, num_ranks))
     places = places or [None] * len(tensors)
-    own_places = [_place(places[index], tensors[index], num_ranks) for index in equal] + [None] * bool(cut)
+    own_places = [_place(places[index], tensors[index], num_ranks) for index in equal] + [None] * bool(uneven)
     if len(wholes) == 1:
         owns = [wholes[0].view(num_ranks, -1)[rank] if own_places[0] is None else own_places[0]]
         ds_comm.reduce_scatter_fn(owns[0], wholes[0], op=op, group=group)
@@ -376,8 +376,8 @@ def reduce_scatter_shares(
         ]
         reduce_scatter_each(owns, wholes, op, group)
     found = dict(zip(equal, owns, strict=False))
-    if cut:
-        found |= zip(cut, owns[-1].split([shares[index] for index in cut]), strict=True)
+    if uneven:
+        found |= zip(uneven, owns[-1].split([shares[index] for index in uneven]), strict=True)
     return [found[i][: sizes[i]] if i in found else tensor.view(-1) for i, tensor in enumerate(tensors)]
 
 

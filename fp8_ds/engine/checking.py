@@ -230,7 +230,7 @@ def _damaged(path: Path, sizes: Mapping[str, int], manifest: Manifest | None, re
 
 def _wrong_state(load: Load, tag: str) -> list[str | ConfigError]:
     """List what is wrong with our state in the model files that this rank may load."""
-    engine, place, following = load.engine, (str(load.folder), tag), load.engine._fp8_step_callbacks
+    engine, place, callbacks = load.engine, (str(load.folder), tag), load.engine._fp8_step_callbacks
     if (context := engine.fp8 or engine._fp8_unused) is None:
         return []
     found: list[str | ConfigError] = []
@@ -242,8 +242,8 @@ def _wrong_state(load: Load, tag: str) -> list[str | ConfigError]:
             wrong = wrong_entries(context, state, load.load_module_only, load.with_optimizer, load.is_universal)
         except ConfigError as error:
             return [error]
-        if not (wrong or load.load_module_only or following is None):
-            problem = following.wrong_state(state.get(CALLBACKS_KEY))
+        if not (wrong or load.load_module_only or callbacks is None):
+            problem = callbacks.wrong_state(state.get(CALLBACKS_KEY))
             at = f"{CHECKPOINT_KEY}[{CALLBACKS_KEY!r}]"
             wrong = [f"{at}: expected what a save writes, got {problem}"] if problem else []
         found += [f"{path}: {text}" for text in wrong]
@@ -257,8 +257,8 @@ def other_run(engine: Any, header: Mapping[str, Any], with_optimizer: bool) -> s
     if not of_parts and now["mp_world_size"] > 1 and contexts_of(engine.module):
         return (
             f"{differs(header, now, keys)} (a checkpoint of a whole model does not say how "
-            "fp8_ds.tp.parallelize cuts: `fp8-ds convert FOLDER OUT --to safetensors` gives its weights, which the "
-            "model loads before it is cut; docs/checkpoints.md)"
+            "fp8_ds.tp.parallelize shards it: `fp8-ds convert FOLDER OUT --to safetensors` gives its weights, which "
+            "the model loads before it is sharded; docs/checkpoints.md)"
         )
     if (header["zero_stage"] == 3) != (stage == 3):
         keys, where = ["zero_stage"], "in another stage"
@@ -329,8 +329,8 @@ def misfits(engine: Any, path: Path, with_optimizer: bool) -> list[str]:
         return [f"a model file of this ZeRO stage is missing in {path} ({_in_form_of(path, stage)}, if it is whole)"]
     if _lacks_info(engine.module, Path(model_files[0])):
         return [
-            f"{path} of a whole model, which does not say how fp8_ds.tp.parallelize cuts its weights (load it without, "
-            "or start the cut model from the weights themselves)"
+            f"{path} of a whole model, which does not say how fp8_ds.tp.parallelize shards its weights (load it "
+            "without, or start the TP-sharded model from the weights themselves)"
         ]
     if not engine.zero_optimization():
         return []
@@ -389,8 +389,8 @@ def _whole_shape(p: Any, shape: list[int], content: Mapping[str, Any], num_parts
     Source: deepspeed/checkpoint/universal_checkpoint.py, load_hp_checkpoint_state (0.19.8).
     """
     saved, dim = list(content[PARAM].shape), content.get(CAT_DIM, 0)
-    cut_by_autotp: Mapping[str, Any] = getattr(p, _AUTOTP_META, None) or {}
-    if logical := cut_by_autotp.get("logical_shape"):
+    autotp: Mapping[str, Any] = getattr(p, _AUTOTP_META, None) or {}
+    if logical := autotp.get("logical_shape"):
         is_view = len(logical) != len(saved) and prod(logical) == prod(saved)  # of fused parts
         return saved if is_view else list(logical)
     if saved == shape or dim >= len(shape):

@@ -169,8 +169,8 @@ class Fp8Checkpoints:
         if self.load_universal_checkpoint() and self.zero_optimization_partition_weights() and contexts_of(self.module):
             raise UnsupportedError(
                 "checkpoint.load_universal: expected ZeRO stage 1 or 2 with fp8_ds.tp.parallelize, got 3, where "
-                "DeepSpeed cuts no weight for tensor parallelism. Convert it with --stage 2 and load it there, or load "
-                "it into the whole model."
+                "DeepSpeed shards no weight for tensor parallelism. Convert it with --stage 2 and load it there, or "
+                "load it into the whole model."
             )
         asked = Load(self, Path(load_dir), None if tag is None else str(tag), load_module_only, load_optimizer_states)
         options = load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn

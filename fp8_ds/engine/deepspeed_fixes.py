@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from fp8_ds.comm.reduce_scatter import reduce_scatter_shares
 from fp8_ds.config import DeepSpeedFix, Fp8Config
-from fp8_ds.engine import leaves
+from fp8_ds.engine import leaf_modules
 from fp8_ds.tp.group import device_of
 
 FETCHES_AHEAD = 4
@@ -118,15 +118,15 @@ def raise_max_live_parameters(engine: Any) -> str | None:
     Returns:
         A line that says so, or None if DeepSpeed's bound stays.
     """
-    if not engine.zero_optimization_partition_weights() or leaves.names_bound(engine):
+    if not engine.zero_optimization_partition_weights() or leaf_modules.names_bound(engine):
         return None
-    needed, before = leaves.needed_bound(engine), engine.zero_max_live_parameters()
+    needed, before = leaf_modules.needed_bound(engine), engine.zero_max_live_parameters()
     if needed <= before:
         return None
     engine._config.zero_config.max_live_parameters = needed
     return (
-        f"fp8: {leaves.BOUND} is {needed:,}, and not {before:,}, for leaf_module's leaves to be prefetched: it is not "
-        "set"
+        f"fp8: {leaf_modules.BOUND} is {needed:,}, and not {before:,}, for the leaf modules to be prefetched: it is "
+        "not set"
     )
 
 

@@ -14,7 +14,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fp8_ds.engine import compiling, conversion, deepspeed_fixes, leaves, zero_optimizer
+from fp8_ds.engine import compiling, conversion, deepspeed_fixes, leaf_modules, zero_optimizer
 from fp8_ds.engine.checkpoints import BeforeStateDict, Fp8Checkpoints
 from fp8_ds.engine.precision import Request
 from fp8_ds.engine.rank_agreement import refuse_other_order
@@ -77,7 +77,7 @@ class Fp8Engine(Fp8Checkpoints):
             self._fp8_step_callbacks = StepCallbacks(self)
             if self.flops_profiler_enabled():
                 self.flops_profiler.__class__ = Fp8FlopsProfiler
-            for line in (leaves.hint_on_building(self), leaves.hint_on_live(self)):
+            for line in (leaf_modules.hint_on_building(self), leaf_modules.hint_on_live(self)):
                 if line:
                     say(line)
         else:
@@ -85,13 +85,13 @@ class Fp8Engine(Fp8Checkpoints):
 
     def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         """Run DeepSpeed's own forward. If a backward can follow, layers keep their precision until the next step."""
-        following = self._fp8_step_callbacks if torch.is_grad_enabled() else None
-        if following is not None:
-            following.before_forward(self.module.training)
+        callbacks = self._fp8_step_callbacks if torch.is_grad_enabled() else None
+        if callbacks is not None:
+            callbacks.before_forward(self.module.training)
         keep_values_in_hooks()
         output = super().forward(*inputs, **kwargs)  # type: ignore[misc]
-        if following is not None and self.module.training:
-            following.has_graph = True
+        if callbacks is not None and self.module.training:
+            callbacks.has_graph = True
         return output
 
     def _take_model_step(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -108,7 +108,7 @@ class Fp8Engine(Fp8Checkpoints):
         if self.fp8 is not None:
             compiling.allow_more_graphs()
             self._fp8_hooks += compiling.keep_tables(self.module)
-            if line := leaves.hint_on_compiling(self):
+            if line := leaf_modules.hint_on_compiling(self):
                 say(line)
             deepspeed_fixes.before_compiling(self)
         given = inspect.signature(super().compile).bind(*args, **kwargs)  # type: ignore[misc]
@@ -143,8 +143,8 @@ class Fp8Engine(Fp8Checkpoints):
 
     @property
     def _fp8_health(self: Any) -> HealthMonitor | None:
-        following = self._fp8_step_callbacks
-        return None if following is None or following.health is None else following.health.monitor
+        callbacks = self._fp8_step_callbacks
+        return None if callbacks is None else callbacks.monitor
 
     def add_fp8_listener(self: Any, listener: Listener) -> RemovableHandle:
         """Call `listener` with a `Report` of each sampled step, one step later, until the handle's `remove()`.

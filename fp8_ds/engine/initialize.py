@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fp8_ds.engine.rank_agreement import Start
 
 
-def initialize(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def initialize(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call DeepSpeed's `initialize`, with our engines where the configuration has `"fp8": {"enabled": true}`.
 
     Raises:
@@ -31,10 +31,10 @@ def initialize(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
             so to the others, which raise a ConfigError.
         SeamError: the installed DeepSpeed lacks a symbol we override.
     """
-    config = _resolve_config(stock, args, kwargs)
+    config = _resolve_config(original, args, kwargs)
     if not isinstance(config, dict):
-        return stock(*args, **kwargs)
-    arguments = inspect.signature(stock).bind_partial(*args, **kwargs).arguments
+        return original(*args, **kwargs)
+    arguments = inspect.signature(original).bind_partial(*args, **kwargs).arguments
     mine: Start | Fp8DsError | None = None
     if config.get("fp8") is not None:
         try:
@@ -43,14 +43,14 @@ def initialize(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
             mine = refusal
     if mine is None:
         _leave_to_stock(config, arguments)
-        return stock(*args, **kwargs)
+        return original(*args, **kwargs)
     from fp8_ds.engine.compat.model import refuse_autotp_size
     from fp8_ds.engine.rank_agreement import start_alike
 
     start_alike(mine, arguments)
     refuse_autotp_size(config, arguments.get("mpu"))  # now ranks are counted, and have the same configuration
     with _our_engines():
-        return stock(*args, **kwargs)
+        return original(*args, **kwargs)
 
 
 def _leave_to_stock(config: dict[str, Any], arguments: Mapping[str, Any]) -> None:
@@ -136,14 +136,14 @@ def _refuse_model(fp8: Fp8Config, config: dict[str, Any], model: Any, mpu: Any, 
         refuse_added_parameters,
         refuse_model,
         refuse_mpu,
-        refuse_second_cut,
+        refuse_second_sharding,
         refuse_wrapped,
     )
     from fp8_ds.engine.liger_loss import check_chunks
 
     refuse_model(model, fp8.linear)
     refuse_wrapped(model, zero_stage(config))
-    refuse_second_cut(model, config)
+    refuse_second_sharding(model, config)
     refuse_added_parameters(model)
     refuse_mpu(model, mpu)
     if fp8.attention.backend is not None:
@@ -153,9 +153,9 @@ def _refuse_model(fp8: Fp8Config, config: dict[str, Any], model: Any, mpu: Any, 
     check_chunks(model, fp8.activations.cross_entropy_chunk_mem_const)
 
 
-def _resolve_config(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _resolve_config(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the configuration as a dict, from wherever the caller put it, or a value that DeepSpeed will refuse."""
-    bound = inspect.signature(stock).bind_partial(*args, **kwargs).arguments
+    bound = inspect.signature(original).bind_partial(*args, **kwargs).arguments
     client_args = bound.get("args")
     candidates = [
         bound.get("config"),
@@ -186,9 +186,9 @@ def _our_engines() -> Iterator[None]:
 
     from fp8_ds.engine.engine import Fp8DeepSpeedEngine, Fp8PipelineEngine
 
-    stock = deepspeed.DeepSpeedEngine, deepspeed.PipelineEngine
+    original = deepspeed.DeepSpeedEngine, deepspeed.PipelineEngine
     deepspeed.DeepSpeedEngine, deepspeed.PipelineEngine = Fp8DeepSpeedEngine, Fp8PipelineEngine
     try:
         yield
     finally:
-        deepspeed.DeepSpeedEngine, deepspeed.PipelineEngine = stock
+        deepspeed.DeepSpeedEngine, deepspeed.PipelineEngine = original

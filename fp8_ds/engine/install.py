@@ -40,11 +40,11 @@ class _DeepSpeedFinder(importlib.abc.MetaPathFinder):
 
 def _patch_after(loader: Any) -> None:
     """Patch the host module once `loader` has executed it, and restore the loader."""
-    stock = loader.exec_module
+    original = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
         del loader.exec_module
-        stock(module)
+        original(module)
         _remove_finder()
         _patch(module)
 
@@ -88,24 +88,24 @@ def _remove_finder() -> None:
 
 
 def _patch(host: ModuleType) -> None:
-    stock = host.initialize
-    wrapped = _wrap(stock)
+    original = host.initialize
+    wrapped = _wrap(original)
     RECORD.set(host, "initialize", wrapped)
-    # `from deepspeed import initialize` before `import fp8_ds` holds the stock function: rebind those names too.
+    # `from deepspeed import initialize` before `import fp8_ds` holds the original: rebind those names too.
     for module in list(sys.modules.values()):
         if module is host or not isinstance(module, ModuleType):
             continue
         for name, value in list(vars(module).items()):
-            if value is stock:
+            if value is original:
                 RECORD.set(module, name, wrapped)
 
 
-def _wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
+def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> Any:
         from fp8_ds.engine.initialize import initialize as fp8_initialize
 
-        return fp8_initialize(stock, args, kwargs)
+        return fp8_initialize(original, args, kwargs)
 
-    initialize.fp8_ds_stock = stock  # type: ignore[attr-defined]
+    initialize.fp8_ds_stock = original  # type: ignore[attr-defined]
     return initialize

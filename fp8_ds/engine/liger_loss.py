@@ -143,10 +143,10 @@ def keep_out_of_graphs() -> None:
     the graph, and torch 2.14 breaks the graph again where that function is untraced.
     """
     functional = importlib.import_module(_FUNCTIONAL)
-    stock = getattr(functional, _LOSS)
-    if hasattr(stock, "fp8_ds_stock"):
+    original = getattr(functional, _LOSS)
+    if hasattr(original, "fp8_ds_stock"):
         return
-    signature = inspect.signature(stock)
+    signature = inspect.signature(original)
     chunk_mem_consts: Any = WeakIdKeyDictionary()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -154,16 +154,16 @@ def keep_out_of_graphs() -> None:
         given = signature.bind(*args, **kwargs)
         weight = given.arguments.get("weight")
         if weight not in chunk_mem_consts:
-            return stock(*args, **kwargs)
+            return original(*args, **kwargs)
         given.arguments[_CHUNK] = chunk_mem_consts[weight]
-        return stock(*given.args, **given.kwargs)
+        return original(*given.args, **given.kwargs)
 
-    @functools.wraps(stock)  # with its signature: Liger's callers hand over what is in it
+    @functools.wraps(original)  # with its signature: Liger's callers hand over what is in it
     def traced(*args: Any, **kwargs: Any) -> Any:
         return loss(*args, **kwargs)
 
     called: Any = traced
-    called.fp8_ds_stock = stock
+    called.fp8_ds_stock = original
     called.fp8_ds_chunk_mem_consts = chunk_mem_consts
     RECORD.set(functional, _LOSS, called)
 
@@ -201,30 +201,30 @@ def wait_for_nothing_in_backward() -> None:
         ops: Any = importlib.import_module(_OPS)
     except ModuleNotFoundError:
         return
-    stock = getattr(ops, _BACKWARD, None)
-    if stock is None or hasattr(stock, "fp8_ds_stock"):
+    original = getattr(ops, _BACKWARD, None)
+    if original is None or hasattr(original, "fp8_ds_stock"):
         return
-    parameters = inspect.signature(stock).parameters.values()
+    parameters = inspect.signature(original).parameters.values()
     if [str(one.replace(annotation=one.empty)) for one in parameters] != _BACKWARD_PARAMETERS:
         return
     # LigerFusedLinearCrossEntropyFunction.backward looks the name up in this module at every call.
-    RECORD.set(ops, _BACKWARD, _without_a_wait(stock))
+    RECORD.set(ops, _BACKWARD, _without_a_wait(original))
 
 
-def _without_a_wait(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
+def _without_a_wait(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
     def backward(
         grad_output: Tensor, grad_input: Tensor, grad_weight: Tensor | None, grad_bias: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         grads = grad_input, grad_weight, grad_bias
         found = [grad for grad in grads if grad is not None]
         if grad_output.device.type not in _DEVICES or not all(can_multiply(grad, grad_output) for grad in found):
-            result: tuple[Tensor, Tensor | None, Tensor | None] = stock(grad_output, *grads)
+            result: tuple[Tensor, Tensor | None, Tensor | None] = original(grad_output, *grads)
             return result
         for grad in found:
             multiply_(grad, grad_output)  # in place, as Liger does, and without a new version of saved tensors
         return grads
 
     patched: Any = backward
-    patched.fp8_ds_stock = stock
+    patched.fp8_ds_stock = original
     return backward

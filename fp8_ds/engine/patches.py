@@ -33,8 +33,8 @@ class PatchRecord:
     def undo(self) -> None:
         """Put every original value back."""
         while self.patches:
-            target, name, stock = self.patches.pop()
-            setattr(target, name, stock)
+            target, name, original = self.patches.pop()
+            setattr(target, name, original)
 
 
 RECORD = PatchRecord()
@@ -69,30 +69,30 @@ def patch_accelerate() -> None:
     module = sys.modules.get("accelerate.accelerator")
     if module is None:
         return
-    stock = getattr(module.Accelerator, "get_state_dict", None)
-    if hasattr(stock, "fp8_ds_stock"):
+    original = getattr(module.Accelerator, "get_state_dict", None)
+    if hasattr(original, "fp8_ds_stock"):
         return
-    if stock is None or stock.__code__.co_varnames[:2] != ("self", "model"):
+    if original is None or original.__code__.co_varnames[:2] != ("self", "model"):
         raise SeamError(
             "expected accelerate.Accelerator.get_state_dict(self, model), got another one. fp8_ds needs it to save "
             "bf16 of the masters. Install accelerate 1.15.0."
         )
-    RECORD.set(module.Accelerator, "get_state_dict", _exporting(stock))
+    RECORD.set(module.Accelerator, "get_state_dict", _exporting(original))
 
 
-def _exporting(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
+def _exporting(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
     def get_state_dict(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         from fp8_ds.engine.compat.model import refuse_one_ranks_part
         from fp8_ds.zero.stage12 import Fp8ZeroStage12
 
         optimizer = getattr(model, "optimizer", None)
         if not isinstance(optimizer, Fp8ZeroStage12):
-            return stock(self, model, *args, **kwargs)
+            return original(self, model, *args, **kwargs)
         knows_autotp = self.deepspeed_config.get("tensor_parallel", {}).get("autotp_size", 0) > 1
         refuse_one_ranks_part(model.module, 1 if knows_autotp else model.autotp_size(), "Accelerator.get_state_dict")
         with optimizer.fp8_export(True):
-            return stock(self, model, *args, **kwargs)
+            return original(self, model, *args, **kwargs)
 
-    get_state_dict.fp8_ds_stock = stock  # type: ignore[attr-defined]
+    get_state_dict.fp8_ds_stock = original  # type: ignore[attr-defined]
     return get_state_dict

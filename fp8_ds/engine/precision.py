@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
-from deepspeed import comm as ds_comm
 from torch import nn
 
 from fp8_ds.config import ScheduleConfig
 from fp8_ds.config.schedule import Precision, PrecisionSchedule, matching
 from fp8_ds.engine.compat.model import PARALLEL_SCHEDULE
+from fp8_ds.engine.ranks import tell_all
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.nn.layers import fp8_layers
 from fp8_ds.nn.recipe import Recipe
@@ -31,7 +29,6 @@ class LayerPrecision:
         model: a converted model, whose ZeRO optimizer is built; the optimizer's `fp8_set_bf16` is `set_bf16`.
         config: the "schedule" block.
         total_steps: number of steps that the learning-rate scheduler knows.
-        device: device of the tensors by which ranks agree.
         say: called with a line for rank 0.
 
     Attributes:
@@ -49,13 +46,11 @@ class LayerPrecision:
         set_bf16: Callable[[frozenset[str]], None],
         config: ScheduleConfig,
         total_steps: int | None,
-        device: torch.device,
         say: Callable[[str], None],
     ) -> None:
         converted = fp8_layers(model)
-        self._device = device
         self._parallel = next((fqn for fqn, m in converted.items() if m.is_parallel), "")
-        if config != ScheduleConfig() and self._most([bool(self._parallel)])[0]:
+        if config != ScheduleConfig() and any(tell_all(self._parallel)):
             raise PARALLEL_SCHEDULE.error(self._parallel or _ELSEWHERE)
         self._linears = {fqn: m for fqn, m in converted.items() if m.weight.requires_grad}
         self._recipes: dict[str, Recipe] = {fqn: m.fp8_recipe for fqn, m in self._linears.items()}
@@ -123,28 +118,20 @@ class LayerPrecision:
 
     def _same_call(self, names: Sequence[str], precision: str, between: str) -> None:
         """Check that all ranks make the same call; all raise or none. Collective."""
-        asked = zlib.crc32(repr((list(names), precision)).encode())
-        told = [asked, -asked, int(between != ""), int(self._parallel != "")]
-        largest, negated_smallest, is_between, is_parallel = self._most(told)
-        if is_parallel:
+        told = tell_all((list(names), precision, between, self._parallel))
+        if any(parallel for *_, parallel in told):
             raise PARALLEL_SCHEDULE.error(self._parallel or _ELSEWHERE)
-        if is_between:
+        if any(place for *_, place, _ in told):
             raise UnsupportedError(
                 f"set_layer_precision: expected a call between optimizer steps, got one {between or _ELSEWHERE}. Call "
                 "it after engine.step() at the boundary; a forward that no backward follows belongs under "
                 "torch.no_grad()."
             )
-        if largest != -negated_smallest:
+        if any(call[:2] != told[0][:2] for call in told):
             raise ConfigError(
                 f"set_layer_precision: expected the same call on all ranks, got ({list(names)[:3]}, {precision!r}) on "
-                f"rank {ds_comm.get_rank()} and another elsewhere. Decide on one rank and broadcast."
+                f"rank {dist.get_rank()} and another elsewhere. Decide on one rank and broadcast."
             )
-
-    def _most(self, here: Sequence[int]) -> list[int]:
-        """Return the maximum over ranks of each number. Collective."""
-        most = torch.tensor(here, dtype=torch.int64, device=self._device)
-        ds_comm.all_reduce(most, op=ds_comm.ReduceOp.MAX)
-        return most.tolist()
 
     def _everywhere(self, patterns: Sequence[str]) -> list[list[str]]:
         """Return the layers of all ranks that each pattern means: pipeline stages have different ones. Collective.
@@ -154,11 +141,8 @@ class LayerPrecision:
         if not patterns:
             return []
         here = [[name for name in self._linears if pattern in name] for pattern in patterns]
-        everyone: list[list[list[str]]] = [[] for _ in range(ds_comm.get_world_size())]
-        dist.all_gather_object(everyone, here)
-        return [
-            matching(pattern, {name for each in everyone for name in each[i]}) for i, pattern in enumerate(patterns)
-        ]
+        told = tell_all(here)
+        return [matching(pattern, {name for each in told for name in each[i]}) for i, pattern in enumerate(patterns)]
 
     def _of_this_rank(self, config: ScheduleConfig) -> ScheduleConfig:
         """Return `config` without "layers" that only other ranks have."""

@@ -20,8 +20,9 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from fp8_ds import __version__
+from fp8_ds.engine.ranks import tell_all
 from fp8_ds.errors import ConfigError, Fp8DsError
-from fp8_ds.tp.group import check_same, digest, gather_row
+from fp8_ds.tp.group import check_same, digest
 
 if TYPE_CHECKING:
     from fp8_ds.config import Fp8Config
@@ -30,8 +31,6 @@ _LOGS = ("comet", "comms_logger", "csv_monitor", "log_level", "steps_per_print",
 _TIMERS = ("dump_state", "flops_profiler", "memory_breakdown", "timers", "wall_clock_breakdown")
 OWN_KEYS = frozenset((*_LOGS, *_TIMERS))
 """Keys that ranks may set differently: logs, monitors and timers. All others may change numbers or collectives."""
-_ROW = 16
-"""Numbers in an exchanged row. Some are spare, so that different versions of fp8_ds can exchange rows."""
 _NUM_SHOWN = 4
 
 
@@ -158,35 +157,33 @@ def start_alike(mine: Start | Fp8DsError, arguments: Mapping[str, Any]) -> None:
 
 
 def _exchange(mine: Start | Fp8DsError) -> None:
-    digests = [0] if isinstance(mine, Fp8DsError) else [digest(json.dumps(part, sort_keys=True)) for part in mine]
-    row = [isinstance(mine, Fp8DsError), *digests]
+    refusal = f"{type(mine).__name__}: {mine}" if isinstance(mine, Fp8DsError) else ""
+    digests = [] if isinstance(mine, Fp8DsError) else [digest(json.dumps(part, sort_keys=True)) for part in mine]
     try:
-        rows = gather_row(row + [0] * (_ROW - len(row))).tolist()
+        told = tell_all((refusal, *digests))
     except RuntimeError as error:  # of the backend: a peer is gone, or did not come within the group's time-out
         raise Fp8DsError(
             f"rank {dist.get_rank()}: expected {dist.get_world_size()} ranks at the start of deepspeed.initialize with "
             f'"fp8" enabled, got {error}. Look for a rank that died, or whose configuration has no "fp8" block.'
         ) from error
-    refused = [rank for rank, (flag, *_) in enumerate(rows) if flag]
-    pairs = {(own, part) for _, _, own, part, *_ in rows}
-    is_alike = len({shared for _, shared, *_ in rows}) == 1 and len(pairs) == len({part for _, part in pairs})
-    if len(refused) == len(rows) or (is_alike and not refused):  # where all are refused, each raises its own
-        return
-    told: list[Any] = [None] * len(rows)
-    dist.all_gather_object(told, f"{type(mine).__name__}: {mine}" if isinstance(mine, Fp8DsError) else tuple(mine))
-    if not refused:
-        lines = _differences({rank: shared for rank, (shared, _, _) in enumerate(told)})
-        for part in sorted({part for _, _, part in told}):
-            lines += _differences({rank: own for rank, (_, own, other) in enumerate(told) if other == part})
-        raise ConfigError(
-            f"expected {len(rows)} ranks that start alike, got {'; '.join(lines)}. Give all hosts the same packages, "
-            "configuration and model."
-        )
-    if not isinstance(mine, Fp8DsError):
+    if refused := [rank for rank, (text, *_) in enumerate(told) if text]:
+        if refusal:
+            return
         raise ConfigError(
             f"expected a configuration that no rank refuses, got one that ranks {refused} refuse. Rank {refused[0]}: "
-            f"{told[refused[0]]}"
+            f"{told[refused[0]][0]}"
         )
+    pairs = {(own, part) for _, _, own, part in told}
+    if len({shared for _, shared, *_ in told}) == 1 and len(pairs) == len({part for _, part in pairs}):
+        return
+    starts: list[Start] = tell_all(mine)
+    lines = _differences({rank: start.shared for rank, start in enumerate(starts)})
+    for part in sorted({start.part for start in starts}):
+        lines += _differences({rank: start.own for rank, start in enumerate(starts) if start.part == part})
+    raise ConfigError(
+        f"expected {len(told)} ranks that start alike, got {'; '.join(lines)}. Give all hosts the same packages, "
+        "configuration and model."
+    )
 
 
 def _differences(entries: Mapping[int, Mapping[str, str]]) -> list[str]:

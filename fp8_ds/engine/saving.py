@@ -39,20 +39,20 @@ def layout(engine: Any) -> dict[str, int]:
 class Recorder:
     """Wrapper of DeepSpeed's checkpoint engine that records its files, and keeps an error until all ranks can hear."""
 
-    def __init__(self, stock: Any) -> None:
-        self.stock = stock
+    def __init__(self, original: Any) -> None:
+        self.original = original
         self.paths: list[Path] = []
         self.error = ""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.stock, name)
+        return getattr(self.original, name)
 
     def save(self, state_dict: Any, path: Any) -> None:
         self.paths.append(Path(path))
-        self.attempt(folders.as_file_errors(Path(path))(self.stock.save), state_dict, path)
+        self.attempt(folders.as_file_errors(Path(path))(self.original.save), state_dict, path)
 
     def makedirs(self, path: Any, exist_ok: bool = False) -> None:
-        self.attempt(self.stock.makedirs, path, exist_ok=exist_ok)
+        self.attempt(self.original.makedirs, path, exist_ok=exist_ok)
 
     def attempt(self, action: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Call `action`, unless an earlier one has failed. Keep only the text of an error, and thus no open file."""
@@ -125,7 +125,7 @@ def save_whole(engine: Any, save_dir: Any, tag: str, is_latest: bool, write: Cal
         try:
             result = write(save.staging_tag)
         finally:
-            engine.checkpoint_engine = recorder.stock
+            engine.checkpoint_engine = recorder.original
         parts: list[_Part] = on_all(read_back)
         on_hosts(stage)
         on_hosts(save.publish)

@@ -42,7 +42,8 @@ class StepCallbacks:
 
     Attributes:
         precision: which layers compute in bf16.
-        health: monitor and guard; None if neither is on.
+        monitor: samples steps for reports, and for the guard; None if neither is on.
+        guard: a listener of the monitor; None if there is none.
         has_graph: whether a forward has kept tensors for its backward and no step has followed: layers cannot change.
     """
 
@@ -56,13 +57,22 @@ class StepCallbacks:
         schedule, total = engine.fp8.config.schedule, total_steps(engine._config._param_dict)
         num_steps = total if isinstance(total, int) else None
         self.precision = engine.fp8.precision = LayerPrecision(
-            engine.module, engine.optimizer.fp8_set_bf16, schedule, num_steps, engine.device, say
+            engine.module, engine.optimizer.fp8_set_bf16, schedule, num_steps, say
         )
         self._update_precision()
         _check_scales(engine)
-        self.health = Health.of(engine, self._send_to_bf16, say, partial(warn, rank=engine.global_rank))
-        if self.health is not None:
-            self.health.monitor.start(engine.global_steps)
+        self.monitor: HealthMonitor | None = None
+        self.guard: Guard | None = None
+        settings, has_guard = engine.fp8.config.monitor, engine.fp8.config.guard.action is not None
+        if settings.every or has_guard:
+            every, sinks = (settings.every, settings.sinks) if settings.every else (GUARD_EVERY, ())
+            self.monitor = health_monitor(engine, every, sinks, partial(warn, rank=engine.global_rank))
+            if has_guard:
+                self.guard = make_guard(engine, self._send_to_bf16, say)
+                self.monitor.listen(self.guard)
+            flush = weakref.WeakMethod(self.monitor.flush)  # an engine may live until the process ends, not destroyed
+            atexit.register(lambda: None if (last := flush()) is None else last())
+            self.monitor.start(engine.global_steps)
 
     def before_forward(self, is_training: bool) -> None:
         """Keep amaxes of an evaluation that is not under `no_grad` apart from those of the step, with delayed scales.
@@ -102,8 +112,8 @@ class StepCallbacks:
         try:
             if not self.precision.schedule.is_constant:
                 self._update_precision()
-            if self.health is not None:  # last: what it samples is the next step's, with layers as they are in it
-                self.health.monitor.after_step(self._engine.global_steps, self._engine.global_samples)
+            if self.monitor is not None:  # last: what it samples is the next step's, with layers as they are in it
+                self.monitor.after_step(self._engine.global_steps, self._engine.global_samples)
         finally:
             self._is_running = False
 
@@ -135,22 +145,39 @@ class StepCallbacks:
         self._amaxes_before_evaluation = None
         self._first_micro_step = self._engine.micro_steps
         self._update_precision()
-        if self.health is not None:
-            self.health.load_state_dict(state, self._engine.global_steps)
-            self.health.monitor.start(self._engine.global_steps)
+        if self.monitor is not None:
+            self.monitor.load_state_dict(None if state is None else state["monitor"], self._engine.global_steps)
+            if self.guard is not None:
+                self.guard.load_state_dict(None if state is None else state["guard"])
+            self.monitor.start(self._engine.global_steps)
 
     def wrong_state(self, state: Any) -> str:
         """Say why `resume` cannot go on from `state`; empty if it can. Nothing is changed."""
-        return "" if self.health is None or state is None else self.health.wrong_state(state)
+        if self.monitor is None or state is None:
+            return ""
+        try:
+            waiting = state["monitor"]["waiting"]
+            copy.copy(self.monitor).load_state_dict(state["monitor"], -1 if waiting is None else waiting["step"])
+            if self.guard is not None:
+                copy.copy(self.guard).load_state_dict(state["guard"])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the state of monitor and guard in builtin types; None if neither is on."""
-        return None if self.health is None else self.health.state_dict()
+        """Return the state of monitor and guard in builtin types; None if neither is on.
+
+        It is of this rank's layers: each pipeline stage and tensor-parallel rank has a model file of its own.
+        """
+        if self.monitor is None:
+            return None
+        guard = None if self.guard is None else self.guard.state_dict()
+        return {"monitor": self.monitor.state_dict(), "guard": guard}
 
     def close(self) -> None:
         """Write the last report."""
-        if self.health is not None:
-            self.health.monitor.flush()
+        if self.monitor is not None:
+            self.monitor.flush()
 
     def _update_precision(self) -> None:
         self.precision.update(self._engine.global_steps)
@@ -159,8 +186,8 @@ class StepCallbacks:
         """Send layers to bf16 from the next step on, as the guard decides alike on all ranks. Collective."""
         self.set_layer_precision(names, "bf16")
         step = self._engine.global_steps
-        assert self.health is not None
-        self.health.monitor.changes.extend(Change(step, name) for name in names)
+        assert self.monitor is not None
+        self.monitor.changes.extend(Change(step, name) for name in names)
 
     def _between(self) -> str:
         """Say where this rank is between a forward and the step that follows; empty if it is not between them."""
@@ -178,66 +205,6 @@ def _check_scales(engine: Any) -> None:
         rank = engine.global_rank
         tell = say if rank == 0 else partial(warn, rank=rank)  # of another pipeline stage, or part of its layers
         history.check = ScaleCheck(history.names, history.amax_local, history.fp8_max, tell)
-
-
-class Health:
-    """Monitor and guard of one engine, and what checkpoints keep of them.
-
-    Args:
-        monitor: a monitor that is not started yet.
-        guard: a listener of the monitor; None if there is no guard.
-    """
-
-    def __init__(self, monitor: HealthMonitor, guard: Guard | None) -> None:
-        self.monitor = monitor
-        self.guard = guard
-
-    @classmethod
-    def of(cls, engine: Any, to_bf16: Callable[[Sequence[str]], object], say: Say, warn: Say) -> Health | None:
-        """Build monitor and guard as configured for `engine`; None if it has neither.
-
-        Args:
-            engine: built, with its ZeRO optimizer and the precision of its layers.
-            to_bf16: called by the guard to send layers to bf16, with the same names on all ranks.
-            say: called with a line for rank 0.
-            warn: called with a line of this rank.
-
-        Raises:
-            UnsupportedError: the guard shall send layers to bf16, and they are tensor-parallel.
-        """
-        settings, guards = engine.fp8.config.monitor, engine.fp8.config.guard.action is not None
-        if not settings.every and not guards:
-            return None
-        every, sinks = (settings.every, settings.sinks) if settings.every else (GUARD_EVERY, ())
-        monitor = health_monitor(engine, every, sinks, warn)
-        guard = make_guard(engine, to_bf16, say) if guards else None
-        if guard is not None:
-            monitor.listen(guard)
-        flush = weakref.WeakMethod(monitor.flush)  # an engine may live until the process ends, and not be destroyed
-        atexit.register(lambda: None if (last := flush()) is None else last())
-        return cls(monitor, guard)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return builtin types for this rank's layers: each pipeline stage and tensor-parallel rank has its file."""
-        guard = None if self.guard is None else self.guard.state_dict()
-        return {"monitor": self.monitor.state_dict(), "guard": guard}
-
-    def wrong_state(self, state: Any) -> str:
-        """Say why `load_state_dict` cannot take over `state`; empty if it can. Nothing is changed."""
-        try:
-            waiting = state["monitor"]["waiting"]
-            copy.copy(self.monitor).load_state_dict(state["monitor"], -1 if waiting is None else waiting["step"])
-            if self.guard is not None:
-                copy.copy(self.guard).load_state_dict(state["guard"])
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
-
-    def load_state_dict(self, state: Mapping[str, Any] | None, step: int) -> None:
-        """Restore `state`, saved after `step` steps; None: start anew. Call `monitor.start` afterwards."""
-        self.monitor.load_state_dict(None if state is None else state["monitor"], step)
-        if self.guard is not None:
-            self.guard.load_state_dict(None if state is None else state["guard"])
 
 
 def health_monitor(engine: Any, every: int, sinks: Sequence[str], warn: Say) -> HealthMonitor:

@@ -50,8 +50,8 @@ class GatherTimer:
 
     def attach(self) -> None:
         self._spans = []
-        stock = getattr(self.owner, self.method)
-        setattr(self.owner, self.method, self._timed_handle(stock) if self.waits else self._timed(stock))
+        original = getattr(self.owner, self.method)
+        setattr(self.owner, self.method, self._timed_handle(original) if self.waits else self._timed(original))
 
     def detach(self) -> None:
         delattr(self.owner, self.method)  # the class has it
@@ -61,18 +61,18 @@ class GatherTimer:
         """Return milliseconds of the last sampled step; None: there was no gather."""
         return sum(itertools.starmap(milliseconds, self._finished)) if self._finished else None
 
-    def _timed(self, stock: Any) -> Any:
+    def _timed(self, original: Any) -> Any:
         def timed(*args: Any, **kwargs: Any) -> Any:
             start = mark()
-            result = stock(*args, **kwargs)
+            result = original(*args, **kwargs)
             self._spans.append((start, mark()))
             return result
 
         return timed
 
-    def _timed_handle(self, stock: Any) -> Any:
+    def _timed_handle(self, original: Any) -> Any:
         # Not the handle with another `wait`: what it has gathered would stay until Python collects cycles.
-        return lambda *args, **kwargs: SimpleNamespace(wait=self._timed(stock(*args, **kwargs).wait))
+        return lambda *args, **kwargs: SimpleNamespace(wait=self._timed(original(*args, **kwargs).wait))
 
 
 class SkippedStep:

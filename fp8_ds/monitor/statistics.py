@@ -196,8 +196,8 @@ def _observe(x: Tensor, x_fp8: Quantized, fmt: Float8Format, counts: Tensor) -> 
 
 
 @functools.cache
-def _observed_class(stock: Any) -> Any:
-    return type(f"Observed{stock.__name__}", (ObservedRecipe, stock), {"__module__": __name__})
+def _observed_class(original: Any) -> Any:
+    return type(f"Observed{original.__name__}", (ObservedRecipe, original), {"__module__": __name__})
 
 
 class Observers:
@@ -235,7 +235,7 @@ class Observers:
 
     def detach(self) -> None:
         """Give recipes their own classes again."""
-        for recipe, stock in self._attached:
-            recipe.__class__ = stock
+        for recipe, original in self._attached:
+            recipe.__class__ = original
             del recipe.counts, recipe.model
         self._attached.clear()

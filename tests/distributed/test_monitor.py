@@ -147,7 +147,7 @@ def what_ran(fp8: dict[str, Any]) -> set[str]:
     try:
         engine = training.build(training.ds_config(2, fp8))
         training.train(engine, 3)
-        assert ("monitor" in fp8) == (engine._fp8_step_callbacks.health is not None)
+        assert ("monitor" in fp8) == (engine._fp8_step_callbacks.monitor is not None)
         training.destroy(engine)
     finally:
         sys.setprofile(None)

@@ -63,7 +63,7 @@ def on_demand(vocabulary: int, tied: bool, external: bool, bound: int | None) ->
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
     from deepspeed.utils.z3_leaf_module import z3_leaf_module
 
-    from fp8_ds.engine import leaves
+    from fp8_ds.engine import leaf_modules
 
     config = training.ds_config(3, {})
     config["zero_optimization"] |= {
@@ -75,7 +75,7 @@ def on_demand(vocabulary: int, tied: bool, external: bool, bound: int | None) ->
     if external:
         deepspeed.zero.register_external_parameter(model, model.lm_head.weight)
     with pytest.MonkeyPatch.context() as patch, defaults(1):
-        patch.setattr(leaves, "_holds_head", lambda engine: external)
+        patch.setattr(leaf_modules, "_holds_head", lambda engine: external)
         engine = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())[0]
     coordinator, counts = engine.optimizer.parameter_offload.get_param_coordinator(), [0, 0]
     stock = coordinator.fetch_sub_module

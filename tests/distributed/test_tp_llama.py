@@ -360,7 +360,7 @@ def resume(stage: int, block: dict[str, Any], directory: str) -> None:
     if stage == 3:
         exports.append(engine._zero3_consolidated_16bit_state_dict)
     for export in exports:
-        with pytest.raises(UnsupportedError, match="parallelize has cut"):
+        with pytest.raises(UnsupportedError, match="parallelize has sharded"):
             export()
     expected = train(engine, 2, 2, first_step=3)
     masters, weights = training.full_masters(engine), training.fp8_state(engine)
@@ -454,7 +454,7 @@ def test_a_universal_checkpoint_of_a_whole_model_is_not_loaded_into_a_cut_one(ra
     weights = {name: p.detach().clone() for name, p in llama(torch.bfloat16).named_parameters()}
     save_file(weights, tmp_path / "weights/model.safetensors")
     convert(tmp_path / "weights", tmp_path / "universal", "universal", stage=2)
-    with pytest.raises(RankError, match=r"of a whole model, which does not say how fp8_ds\.tp\.parallelize cuts"):
+    with pytest.raises(RankError, match=r"of a whole model, which does not say how fp8_ds\.tp\.parallelize shards"):
         ranks(2).run(read_universal, 2, {}, str(tmp_path), 2)
 
 

@@ -334,7 +334,7 @@ def test_groups_that_are_not_those_of_the_model_are_an_error(
     ranks: Any, cut_over: int, mpu_size: int, stage: int
 ) -> None:
     for found in ranks(4).run(wrong_mpu, cut_over, mpu_size, stage):
-        assert found.startswith("ConfigError: mpu: expected the groups that the model has been cut over"), found
+        assert found.startswith("ConfigError: mpu: expected the groups that the model is sharded over"), found
         assert f"ParallelGroups({cut_over})" in found
 
 

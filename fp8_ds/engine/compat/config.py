@@ -190,7 +190,7 @@ REFUSALS = (
     Refusal(
         "checkpoint.writer",
         lambda c: block_of(c, "checkpoint").get("writer") is not None,
-        "in stages 1 and 2 all ranks write one file at once, in stage 3 stock cannot load what was written, and a "
+        "in stages 1 and 2 all ranks write one file at once, in stage 3 DeepSpeed cannot load what was written, and a "
         "decoupled write that fails reaches no rank",
         'Remove "writer".',
     ),
@@ -297,7 +297,7 @@ REFUSALS = (
         "tensor_parallel.autotp_size with zero_optimization.stage: 3",
         lambda c: zero_stage(c) == 3 and number(block_of(c, "tensor_parallel").get("autotp_size"), 0) > 1,
         "AutoTP's shards of ZeRO-3's shards are not tested in FP8 (DeepSpeed itself refuses them before 0.19.8)",
-        'Use "stage": 1 or 2, or cut the model by fp8_ds.tp.parallelize.',
+        'Use "stage": 1 or 2, or shard the model by fp8_ds.tp.parallelize.',
     ),
     Refusal(
         "expert_parallel.enabled: true",

@@ -49,7 +49,7 @@ DUAL_PIPE = ModelRefusal(
 AUTOTP_STAGE_3 = ModelRefusal(
     "a model that `deepspeed.tp_model_init` splits, in ZeRO stage 3",
     "AutoTP's shards of ZeRO-3's shards are not tested in FP8 (DeepSpeed itself refuses them before 0.19.8)",
-    'Use "stage": 1 or 2, or cut the model by fp8_ds.tp.parallelize.',
+    'Use "stage": 1 or 2, or shard the model by fp8_ds.tp.parallelize.',
 )
 AUTOTP_PIPELINE = ModelRefusal(
     "a PipelineModule that AutoTP splits",
@@ -208,19 +208,19 @@ def refuse_mpu(model: Module, mpu: Any) -> None:
         mpu = model.mpu()
     if _shares_sequences(mpu):
         raise ConfigError(
-            "mpu: expected the groups that the model has been cut over, got those of sequence parallelism (Ulysses), "
+            "mpu: expected the groups that the model is sharded over, got those of sequence parallelism (Ulysses), "
             "over which ZeRO would average different parts of a weight. Leave out one of the two."
         )
     for tp in contexts:
-        cut_over = dist.get_process_group_ranks(tp.group)
+        members = dist.get_process_group_ranks(tp.group)
         shared, replicas = [own], list(range(dist.get_world_size()))
         if mpu is not None:
             shared = dist.get_process_group_ranks(bwc_tensor_model_parallel_group(mpu))
             replicas = dist.get_process_group_ranks(mpu.get_data_parallel_group())
-        if sorted(shared) != sorted(cut_over) or set(replicas) & set(cut_over) != {own}:
+        if sorted(shared) != sorted(members) or set(replicas) & set(members) != {own}:
             found = "none" if mpu is None else f"ranks {shared} with replicas on ranks {replicas}"
             raise ConfigError(
-                f"mpu: expected the groups that the model has been cut over, ranks {cut_over}, got {found}. Give "
+                f"mpu: expected the groups that the model is sharded over, ranks {members}, got {found}. Give "
                 f"deepspeed.initialize those whose tp_group parallelize got: mpu=fp8_ds.tp.ParallelGroups({tp.size})."
             )
 
@@ -230,8 +230,9 @@ def refuse_added_parameters(model: Module) -> None:
     and output would differ between ranks."""
     if added := added_parameters(model):
         raise ConfigError(
-            f"model: expected in its blocks the Parameters that fp8_ds.tp.parallelize has cut or kept, got {added[0]} "
-            f"and {len(added) - 1} more, which came later. Adapters cannot be cut: leave out these, or parallelize."
+            f"model: expected in its blocks the Parameters that fp8_ds.tp.parallelize has sharded or kept, got "
+            f"{added[0]} and {len(added) - 1} more, which came later. Adapters cannot be sharded: leave out these, "
+            "or parallelize."
         )
 
 
@@ -274,13 +275,13 @@ def _autotp_sizes(config: Config) -> dict[str, int]:
     return sizes
 
 
-def refuse_second_cut(model: Module, config: Config) -> None:
+def refuse_second_sharding(model: Module, config: Config) -> None:
     """Refuse AutoTP for a TP-sharded model, because it would take a rank's shards for the whole."""
     for name, size in _autotp_sizes(config).items():
         if size > 1 and contexts_of(model):
             raise ConfigError(
-                f"{name}: expected none with a model that fp8_ds.tp.parallelize has cut, got {size}. Leave out one of "
-                "the two."
+                f"{name}: expected none with a model that fp8_ds.tp.parallelize has sharded, got {size}. Leave out one "
+                "of the two."
             )
 
 
@@ -288,7 +289,7 @@ def refuse_one_ranks_part(module: Module, autotp_size: int, what: str) -> None:
     """Refuse `what`, a function of DeepSpeed that takes a rank's own parameters for whole ones, where they are not."""
     if contexts_of(module):
         raise UnsupportedError(
-            f"{what}: expected a whole model, got one that fp8_ds.tp.parallelize has cut; it would hold one rank's "
+            f"{what}: expected a whole model, got one that fp8_ds.tp.parallelize has sharded; it would hold one rank's "
             "part. Use engine.save_checkpoint and `fp8-ds convert --to universal`, load that without parallelize, and "
             "export there."
         )

@@ -19,7 +19,7 @@ from fp8_ds.config import Fp8Config, OptimizerConfig
 from fp8_ds.config.ds_config import BATCH_SIZES, FP32_NAMES, block_of, gradient_clipping, number, parsed, zero_stage
 from fp8_ds.config.schedule import PrecisionSchedule
 from fp8_ds.engine.compat.config import refusals_of, refuse_settings, total_steps
-from fp8_ds.engine.leaves import LIVE_NAMES, live_weights
+from fp8_ds.engine.leaf_modules import LIVE_NAMES, live_weights
 from fp8_ds.engine.liger_loss import most_chunks
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.nn.convert import apply_plan, make_plan

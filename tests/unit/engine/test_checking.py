@@ -16,8 +16,8 @@ from fp8_ds.engine import checking
 @pytest.mark.parametrize(
     ("saved", "now", "with_optimizer", "said"),
     [
-        ((2, 2, 1), (2, 1, 2), True, "before it is cut"),
-        ((2, 2, 1), (3, 1, 2), False, "before it is cut"),
+        ((2, 2, 1), (2, 1, 2), True, "before it is sharded"),
+        ((2, 2, 1), (3, 1, 2), False, "before it is sharded"),
         ((2, 2, 1), (2, 2, 1), True, ""),
         ((1, 2, 1), (2, 2, 1), True, ""),
         ((2, 2, 1), (2, 4, 1), False, ""),

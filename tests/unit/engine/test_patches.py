@@ -73,7 +73,7 @@ def test_a_rank_s_part_is_not_exported_as_if_it_were_whole(host: Any) -> None:
     log: list[str] = []
     cut = engine(log)
     ColumnParallelLinear.from_full(cut.module, cast(Any, SimpleNamespace(size=2, rank=0)))
-    for one, how in ((engine(log, 2), r"autotp_size 2"), (cut, r"fp8_ds\.tp\.parallelize has cut")):
+    for one, how in ((engine(log, 2), r"autotp_size 2"), (cut, r"fp8_ds\.tp\.parallelize has sharded")):
         with pytest.raises(UnsupportedError, match=f"Accelerator.get_state_dict: expected a whole model, got .*{how}"):
             host.Accelerator().get_state_dict(one)
     assert not log

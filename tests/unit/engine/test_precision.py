@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from deepspeed import comm as ds_comm
 from torch import nn
@@ -40,7 +39,7 @@ def precision(say: Callable[[str], None] = lambda line: None, **block: Any) -> L
     config = LinearConfig()
     apply_plan(model, make_plan(model, config), config, "cpu")
     schedule = ScheduleConfig.model_validate(block)
-    return LayerPrecision(model, lambda names: None, schedule, None, torch.device("cpu"), say)
+    return LayerPrecision(model, lambda names: None, schedule, None, say)
 
 
 def test_a_name_of_another_stage_is_no_part_of_a_name_of_this_one(two_stages: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from fp8_ds.engine import deepspeed_fixes, leaves
+from fp8_ds.engine import deepspeed_fixes, leaf_modules
 
 
 def ligers_forward() -> None:
@@ -66,8 +66,8 @@ def engine(
     ],
 )
 def test_two_leaves_what_is_kept_and_what_is_held(loss: str, tied: bool, reuse: int, needed: int) -> None:
-    assert leaves.hint_on_live(engine(loss, needed, reuse, tied=tied)) is None
-    line = leaves.hint_on_live(engine(loss, needed - 1, reuse, tied=tied))
+    assert leaf_modules.hint_on_live(engine(loss, needed, reuse, tied=tied)) is None
+    line = leaf_modules.hint_on_live(engine(loss, needed - 1, reuse, tied=tied))
     assert line is not None and f"expected at least {needed:,} " in line and f"got {needed - 1:,}." in line
     assert ("Liger" in line) == (loss == "liger")
 
@@ -78,14 +78,14 @@ def test_a_model_that_says_nothing_of_its_head_has_none() -> None:
 
     one = engine("stock", 0, 9_000)
     one.module.get_input_embeddings = say_nothing
-    assert "expected at least 13,000 " in str(leaves.hint_on_live(one))
+    assert "expected at least 13,000 " in str(leaf_modules.hint_on_live(one))
     del one.module.get_output_embeddings
-    assert "expected at least 13,000 " in str(leaves.hint_on_live(one))
+    assert "expected at least 13,000 " in str(leaf_modules.hint_on_live(one))
 
 
 def test_nothing_is_said_where_there_are_no_leaves_or_no_shards() -> None:
-    assert leaves.hint_on_live(engine("liger", 0, 0, has_leaves=False)) is None
-    assert leaves.hint_on_live(engine("liger", 0, 0, stage=2)) is None
+    assert leaf_modules.hint_on_live(engine("liger", 0, 0, has_leaves=False)) is None
+    assert leaf_modules.hint_on_live(engine("liger", 0, 0, stage=2)) is None
 
 
 @pytest.mark.parametrize("loss", ["stock", "liger"])
@@ -100,7 +100,7 @@ def test_a_bound_that_nobody_has_set_is_one_that_suffices(loss: str) -> None:
     assert one.zero_max_live_parameters() == needed
     assert deepspeed_fixes.raise_max_live_parameters(one) is None
     one.zero_max_live_parameters = lambda: 1
-    assert leaves.hint_on_live(one) is None  # nobody has set it: as for leaves that DeepSpeed itself makes later
+    assert leaf_modules.hint_on_live(one) is None  # nobody has set it: as for leaves that DeepSpeed itself makes later
 
 
 def test_a_bound_that_suffices_stays() -> None:
