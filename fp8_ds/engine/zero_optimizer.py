@@ -121,16 +121,16 @@ def start_count_anew(context: Fp8Context) -> None:
 
 
 def check_release(engine: Any) -> None:
-    """Raise a ConfigError that names all settings at odds with updates during the backward, if there are any."""
-    stage, steps = engine.zero_optimization_stage(), engine.gradient_accumulation_steps()
-    accumulation_dtype = engine.get_data_types()[1]
-    is_managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()  # since DeepSpeed 0.19.8
+    """Refuse updates during the backward by what DeepSpeed has worked out; `refuse_release` has refused the settings.
+
+    Raises:
+        ConfigError: one backward is no step here, or gradients are not bf16.
+    """
+    steps, dtype = engine.gradient_accumulation_steps(), engine.get_data_types()[1]
     problems = {
         f"gradient_accumulation_steps {steps}": steps > 1,
-        "managed_gradient_accumulation false": not is_managed,
         "a PipelineModule": isinstance(engine, PipelineEngine),
-        "zero_optimization.contiguous_gradients false": stage < 3 and not engine.zero_contiguous_gradients(),
-        f"data_types.grad_accum_dtype {accumulation_dtype}": accumulation_dtype != torch.bfloat16,
+        f"data_types.grad_accum_dtype {dtype}": dtype != torch.bfloat16,
     }
     if found := [name for name, is_there in problems.items() if is_there]:
         raise no_release(found)

@@ -60,14 +60,15 @@ def _has_unbounded_betas(config: Config) -> bool:
     return not (0 <= betas[0] < 1 and 0 <= betas[1] < 1 and betas[0] ** 2 < betas[1])
 
 
+def _is_off(value: object) -> bool:
+    """Whether a key that is on by default is turned off."""
+    return value not in (None, "auto") and not is_on(value)
+
+
 def _fp8_reduction_without(key: str) -> Callable[[Config], bool]:
     """Return a test for FP8 reduction of gradients although `key`, which is on by default, is turned off."""
 
-    def found(config: Config) -> bool:
-        value = zero_value(config, key)
-        return _reduces_in_fp8(config) and value not in (None, "auto") and not is_on(value)
-
-    return found
+    return lambda c: _reduces_in_fp8(c) and _is_off(zero_value(c, key))
 
 
 @dataclass(frozen=True)
@@ -277,9 +278,8 @@ REFUSALS = (
         "without beta1**2 < beta2, both from 0 to below 1, Adam's update has no bound that scales could follow from",
         'Lower beta1 or raise beta2, or set "fp8": {"optimizer": {"states": "fp32"}}.',
     ),
-    Refusal(
-        "torch_autocast.enabled: true",
-        lambda c: bool(block_of(c, "torch_autocast").get("enabled")),
+    _true(
+        "torch_autocast.enabled",
         "torch_autocast keeps fp32 parameters and chooses modules by exact class",
         'Remove "torch_autocast"; use "bf16": {"enabled": true}.',
     ),
@@ -299,9 +299,8 @@ REFUSALS = (
         "AutoTP's shards of ZeRO-3's shards are not tested in FP8 (DeepSpeed itself refuses them before 0.19.8)",
         'Use "stage": 1 or 2, or shard the model by fp8_ds.tp.parallelize.',
     ),
-    Refusal(
-        "expert_parallel.enabled: true",
-        lambda c: bool(block_of(c, "expert_parallel").get("enabled")),
+    _true(
+        "expert_parallel.enabled",
         "AutoEP shards experts over groups of their own",
         'Remove "expert_parallel".',
     ),
@@ -373,16 +372,16 @@ def refuse_settings(fp8: Fp8Config, config: Config) -> None:
 
 
 def refuse_release(fp8: Fp8Config, config: Config) -> None:
-    """Refuse settings in `config` that rule out updates in the backward; `check_release` finds the rest."""
+    """Refuse settings in `config` that rule out updates in the backward; `build_zero` finds the rest."""
     if not fp8.optimizer.release or not fp8.optimizer.releases(gradient_clipping(config)):
         return
     steps = config.get("gradient_accumulation_steps")
     dtype = block_of(config, "data_types").get("grad_accum_dtype")
     problems = {
         f"gradient_accumulation_steps {steps}": isinstance(steps, int) and steps > 1,
-        "managed_gradient_accumulation false": config.get("managed_gradient_accumulation") is False,
+        "managed_gradient_accumulation false": _is_off(config.get("managed_gradient_accumulation")),
         "zero_optimization.contiguous_gradients false": zero_stage(config) < 3
-        and zero_value(config, "contiguous_gradients") is False,
+        and _is_off(zero_value(config, "contiguous_gradients")),
         "data_types.grad_accum_dtype torch.float32": str(dtype) in FP32_NAMES,
     }
     if found := [name for name, is_there in problems.items() if is_there]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from deepspeed import comm as ds_comm
 from torch import nn
 
 from fp8_ds.config import LinearConfig, ScheduleConfig
@@ -21,16 +20,15 @@ OTHERS = ["1.up", "2.up"]
 
 @pytest.fixture
 def two_stages(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The other rank's part of each collective; "asked": what it asks for, None: the same."""
+    """The other rank makes the same calls; "patterns": what they ask for."""
     other: dict[str, Any] = {"patterns": []}
 
     def all_gather_object(everyone: list[Any], mine: Any) -> None:
-        there = [[name for name in OTHERS if pattern in name] for pattern in other["patterns"]]
-        everyone[:] = [mine, there]
+        layers = [[name for name in OTHERS if pattern in name] for pattern in other["patterns"]]
+        everyone[:] = [mine, layers if isinstance(mine, list) else mine]
 
     monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
-    monkeypatch.setattr(ds_comm, "all_reduce", lambda *args, **kwargs: None)
-    monkeypatch.setattr(ds_comm, "get_world_size", lambda *args: 2)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     return other
 
 
