@@ -55,8 +55,7 @@ def raise_on_every_rank() -> list[tuple[str, str, int]]:
     model = nn.Linear(16, 16)
     model.weight.allreduce = False  # type: ignore[assignment]
     found.append(refused(training.ds_config(1, {}), model))
-    # The exchange in which ranks hear of each other's refusals (fp8_ds/engine/rank_agreement.py), of sizes and of texts,
-    # and nothing after it.
+    # The exchange in which ranks hear of refusals (fp8_ds/engine/rank_agreement.py), sizes first, and nothing after it.
     assert [count for _, _, count in found] == [2] * len(found)
     ones = torch.ones(1)
     dist.all_reduce(ones)

@@ -6,7 +6,6 @@ A TP-sharded model is refused where DeepSpeed would take a rank's part for the w
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ModelRefusal:
-    """A kind of model that is refused: its name, why, and what to do instead."""
+class Refusal:
+    """A kind of model or device that is refused: its name, why, and what to do instead."""
 
     what: str
     reason: str
@@ -36,43 +35,43 @@ class ModelRefusal:
         return UnsupportedError(f'"fp8" is enabled for {self.what}, got {found}: {self.reason}. {self.remedy}')
 
 
-EXPERTS = ModelRefusal(
+EXPERTS = Refusal(
     "a model with expert-parallel parameters (`deepspeed.moe`)",
     "DeepSpeed reduces them over expert groups, with an optimizer group each",
     'Turn "fp8.enabled" off for this model.',
 )
-DUAL_PIPE = ModelRefusal(
+DUAL_PIPE = Refusal(
     "a DualPipeVModule",
     "its engine class is not one that FP8 ZeRO extends",
     "Use deepspeed.pipe.PipelineModule with ZeRO stage 1.",
 )
-AUTOTP_STAGE_3 = ModelRefusal(
+AUTOTP_STAGE_3 = Refusal(
     "a model that `deepspeed.tp_model_init` splits, in ZeRO stage 3",
     "AutoTP's shards of ZeRO-3's shards are not tested in FP8 (DeepSpeed itself refuses them before 0.19.8)",
     'Use "stage": 1 or 2, or shard the model by fp8_ds.tp.parallelize.',
 )
-AUTOTP_PIPELINE = ModelRefusal(
+AUTOTP_PIPELINE = Refusal(
     "a PipelineModule that AutoTP splits",
     "its stages have groups of their own, and DeepSpeed does not test the two together",
     'Remove "tensor_parallel" and `deepspeed.tp_model_init`.',
 )
-PIPELINE_ENDS = ModelRefusal(
+PIPELINE_ENDS = Refusal(
     "a PipelineModule with `linear.num_layers_at_start_in_bf16` or `linear.num_layers_at_end_in_bf16`",
     "a stage does not know which entries of the others are layers",
     'Set these keys to 0, and name linears in "linear.filter_fqns": `"23."` is all of entry 23, `"0."` that of 10 and '
     "20, too.",
 )
-PIPELINE_FROM_THE_END = ModelRefusal(
+PIPELINE_FROM_THE_END = Refusal(
     "a PipelineModule with negative numbers in `linear.filter_fqns`",
     "a stage has entries of its own, which do not tell where the model ends",
     'Name linears by the number of their entry: `"23.mlp"`.',
 )
-COMPILED_WRAPPER = ModelRefusal(
+COMPILED_WRAPPER = Refusal(
     "a model with modules that `torch.compile(module)` has wrapped, in ZeRO stage 3",
     "DeepSpeed puts the inner module's parameters out of its reach and fails in the first forward, in bf16 as well",
     "Compile in place by `module.compile()`, or all of it by `engine.compile()`.",
 )
-PARALLEL_SCHEDULE = ModelRefusal(
+PARALLEL_SCHEDULE = Refusal(
     "tensor-parallel layers with `schedule`, or `engine.set_layer_precision`",
     "their gathers move FP8 only",
     'Remove "schedule"; layers that shall not be in FP8 go into "linear.filter_fqns".',
@@ -124,43 +123,22 @@ def refuse_wrapped(model: Any, stage: int) -> None:
         raise COMPILED_WRAPPER.error(", ".join(wrapped[:3]))
 
 
-@dataclass(frozen=True)
-class DeviceRefusal:
-    """Requirement of recipes on the GPU, or on the CUDA that torch was built with; `reference` has none.
-
-    `is_able` takes the compute capability and CUDA's version, and says whether they meet it.
-    """
-
-    what: str
-    reason: str
-    remedy: str
-    recipes: tuple[str, ...]
-    is_able: Callable[[tuple[int, int], tuple[int, int]], bool]
-
-
-DEVICE_REFUSALS = (
-    DeviceRefusal(
-        "compute capability below 8.9",
-        "its tensor cores have no FP8",
-        'Use another GPU, or "fp8": {"linear": {"backend": "reference"}}, which is slow.',
-        ("tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp"),
-        lambda capability, cuda: capability >= (8, 9),
-    ),
-    DeviceRefusal(
-        "compute capability other than 9.0 with fp8.linear.recipe: blockwise",
-        "cuBLASLt multiplies 1x128 and 128x128 blocks on Hopper only",
-        'Use "recipe": "rowwise".',
-        ("blockwise",),
-        lambda capability, cuda: capability == (9, 0),
-    ),
-    DeviceRefusal(
-        "a torch built with CUDA below 12.9 with fp8.linear.recipe: blockwise",
-        "cuBLASLt has block scales since then",
-        'Install a torch built with CUDA 12.9 or later, or use "recipe": "rowwise".',
-        ("blockwise",),
-        lambda capability, cuda: cuda >= (12, 9),
-    ),
+NO_FP8 = Refusal(
+    "compute capability below 8.9",
+    "its tensor cores have no FP8",
+    'Use another GPU, or "fp8": {"linear": {"backend": "reference"}}, which is slow.',
 )
+NOT_HOPPER = Refusal(
+    "compute capability other than 9.0 with fp8.linear.recipe: blockwise",
+    "cuBLASLt multiplies 1x128 and 128x128 blocks on Hopper only",
+    'Use "recipe": "rowwise".',
+)
+OLD_CUDA = Refusal(
+    "a torch built with CUDA below 12.9 with fp8.linear.recipe: blockwise",
+    "cuBLASLt has block scales since then",
+    'Install a torch built with CUDA 12.9 or later, or use "recipe": "rowwise".',
+)
+DEVICE_REFUSALS = (NO_FP8, NOT_HOPPER, OLD_CUDA)
 
 
 def capabilities(device: torch.device) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
@@ -183,12 +161,17 @@ def refuse_device(recipe: str, backend: str, capability: tuple[int, int] | None,
     """
     if capability is None or cuda is None or backend == "reference":
         return
-    for row in DEVICE_REFUSALS:
-        if recipe in row.recipes and not row.is_able(capability, cuda):
-            raise UnsupportedError(
-                f"fp8.linear.recipe: {recipe} with compute capability {capability[0]}.{capability[1]} and CUDA "
-                f"{cuda[0]}.{cuda[1]}: {row.reason}. {row.remedy}"
-            )
+    if recipe != "blockwise":
+        row = None if capability >= (8, 9) else NO_FP8
+    elif capability != (9, 0):
+        row = NOT_HOPPER
+    else:
+        row = None if cuda >= (12, 9) else OLD_CUDA
+    if row is not None:
+        raise UnsupportedError(
+            f"fp8.linear.recipe: {recipe} with compute capability {capability[0]}.{capability[1]} and CUDA "
+            f"{cuda[0]}.{cuda[1]}: {row.reason}. {row.remedy}"
+        )
 
 
 def refuse_mpu(model: Module, mpu: Any) -> None:
