@@ -191,8 +191,9 @@ def num_collectives() -> dict[str, int]:
     return dict(count.num_bytes)
 
 
-def test_where_all_agree_one_small_gather_is_all(two_ranks: RankPool) -> None:
-    assert two_ranks.run(num_collectives) == [{"all_gather": 2 * 16 * 8}] * 2
+def test_where_all_agree_little_is_gathered(two_ranks: RankPool) -> None:
+    for num_bytes in two_ranks.run(num_collectives):
+        assert num_bytes.keys() == {"all_gather"} and num_bytes["all_gather"] < 2 * 128
 
 
 def leave_or_say() -> None:
