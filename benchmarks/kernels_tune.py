@@ -1,7 +1,7 @@
 """Times of the memory-bound kernels beside copies, and other launch settings tried against those that ship.
 
     python benchmarks/kernels_tune.py --out tune.json            # one H200; compiles on all cores, then times
-    python benchmarks/kernels_tune.py --only transpose planes
+    python benchmarks/kernels_tune.py --only transpose blockwise
     python benchmarks/kernels_tune.py --shipped                  # no other settings: the shares of the copy rate
     python benchmarks/kernels_tune.py --dry-run                  # CPU, tiny, plain torch: the calls, not the kernels
 

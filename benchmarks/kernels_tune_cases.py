@@ -17,12 +17,12 @@ from fp8_ds.ops.adamw import decode_master
 from fp8_ds.ops.blockwise import dequantize_groupwise, quantize_blockwise, quantize_groupwise, transpose_blockwise
 from fp8_ds.ops.quantize import (
     quantize,
+    quantize_and_transpose_delayed,
+    quantize_and_transpose_tensorwise,
     quantize_colwise_t,
-    quantize_delayed_planes,
     quantize_part,
     quantize_rowwise,
     quantize_tensorwise,
-    quantize_tensorwise_planes,
     record_amax,
 )
 from fp8_ds.ops.rmsnorm import rmsnorm, rmsnorm_backward
@@ -124,9 +124,9 @@ def _beside(x: Any) -> Any:
     return swiglu_backward_and_columns(x[2], x[0], x[1], (E4M3, E5M2), tuple(x[3].slot(k) for k in (0, 1, 1)))
 
 
-def _delayed(x: tuple[Tensor, Any], planes: Any) -> Any:
+def _delayed(x: tuple[Tensor, Any], layout: Any) -> Any:
     slot = x[1].slot(0)
-    return quantize_delayed_planes(x[0], slot.scale, slot.scale_inv, slot.amax_local, E4M3, planes, record=True)
+    return quantize_and_transpose_delayed(x[0], slot.scale, slot.scale_inv, slot.amax_local, E4M3, layout, record=True)
 
 
 def _norm_inputs(rows: int, cols: int, device: str) -> Any:
@@ -138,8 +138,8 @@ def _norm_inputs(rows: int, cols: int, device: str) -> Any:
 
 
 def _block_codes(rows: int, cols: int, device: str) -> Any:
-    planes = quantize_blockwise(_matrix(rows, cols, device), E4M3, (1, 128), "row")
-    return planes.x_fp8, planes.scale_inv
+    quantized = quantize_blockwise(_matrix(rows, cols, device), E4M3, (1, 128), "row")
+    return quantized.x_fp8, quantized.scale_inv
 
 
 def _tile_is_of_warps(words: str, warps: str, vectors: str = "") -> Callable[[Setting], bool]:
@@ -213,18 +213,19 @@ def _of_master(name: str, of: Granularity) -> Iterator[Kernel]:
     yield _kernel(f"master cast by {name}", "quantize", 5, _master, lambda x: _cast_by_grid(of, x))
 
 
-def _planes(planes: Any) -> Kernel:
+def _quantize_and_transpose(layout: Any) -> Kernel:
     return _kernel(
-        f"planes {planes}", "quantize", 4 if planes == "both" else 3, _scaled, lambda x: _delayed(x, planes),
-        (NARROW, WIDE, KV), _quarter_is_of_warps("PLANES_QUARTER", "PLANES_WARPS"),
-        PLANES_QUARTER=(8, 16, 32, 64), PLANES_WARPS=(2, 4, 8),
+        f"quantize and transpose {layout}", "quantize", 4 if layout == "both" else 3, _scaled,
+        lambda x: _delayed(x, layout),
+        (NARROW, WIDE, KV), _quarter_is_of_warps("TRANSPOSE_QUARTER", "TRANSPOSE_WARPS"),
+        TRANSPOSE_QUARTER=(8, 16, 32, 64), TRANSPOSE_WARPS=(2, 4, 8),
     )  # fmt: skip
 
 
-def _blockwise(rows: int, planes: Any) -> Kernel:
+def _blockwise(rows: int, layout: Any) -> Kernel:
     return _kernel(
-        f"blockwise {rows}x128 {planes}", "blockwise", 4 if planes == "both" else 3, _matrix,
-        lambda x: quantize_blockwise(x, E4M3, (rows, 128), planes),
+        f"blockwise {rows}x128 {layout}", "blockwise", 4 if layout == "both" else 3, _matrix,
+        lambda x: quantize_blockwise(x, E4M3, (rows, 128), layout),
         fits=lambda s: s["WARPS.tile"] * 32 * s["_TILE_REGISTERS"] <= 65536,
         **{"WARPS.tile": (4, 8), "_TILE_REGISTERS": (128, 168, 255)},
     )  # fmt: skip
@@ -235,11 +236,11 @@ KERNELS = (
     _kernel("transpose", "transpose", 2, _codes, transpose, (NARROW, WEIGHT, WIDE),
             _tile_is_of_warps("WORDS", "NUM_WARPS", "VECTORS"),
             VECTORS=(2, 4, 8, 16), WORDS=(8, 16, 32, 64), NUM_WARPS=(1, 2, 4, 8)),
-    _planes("both"),
-    _planes("col"),
+    _quantize_and_transpose("both"),
+    _quantize_and_transpose("col"),
     _kernel("rows given", "quantize", 3, _scaled, lambda x: quantize(x[0], x[1].scale[0], E4M3)),
     _kernel("tensorwise", "quantize", 5, _matrix, lambda x: quantize_tensorwise(x, E4M3)),
-    _kernel("tensorwise both", "quantize", 6, _matrix, lambda x: quantize_tensorwise_planes(x, E4M3, "both")),
+    _kernel("tensorwise both", "quantize", 6, _matrix, lambda x: quantize_and_transpose_tensorwise(x, E4M3, "both")),
     _kernel("rows by their own", "quantize", 3, _matrix, lambda x: quantize_rowwise(x, E4M3)),
     _kernel("rows by their own, fold", "quantize", 3, _folded, lambda x: quantize_rowwise(x[0], E4M3, x[1])),
     _kernel("columns by their own", "quantize", 5, _matrix, lambda x: quantize_colwise_t(x, E4M3),

@@ -31,7 +31,7 @@ from fp8_ds.nn.payload import Fp8Payload
 from fp8_ds.scaling.granularity import OF_RECIPE
 
 NUM_WARM, NUM_CALLS = 20, 1000
-STAND_INS = ("quantize_tensorwise_planes", "record_amax")
+STAND_INS = ("quantize_and_transpose_tensorwise", "record_amax")
 _KEEP: list[torch.library.Library] = []
 
 

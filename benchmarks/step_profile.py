@@ -35,7 +35,7 @@ GROUPS = (FP8, BF16, ATTENTION, CAST, ELEMENTWISE, OPTIMIZER, MEMCPY, NCCL, OTHE
 PHASES, MARK = ("forward", "backward", "update"), "phase "
 """Ranges that a step marks with `record_function(MARK + name)`, and the methods of a trainer that they hold."""
 
-_OUR_CASTS = r"amax|quantize|parts?|planes|amax_cols|rowwise|transpose|block_amax"
+_OUR_CASTS = r"amax|quantize|parts?|quantize_and_transpose|amax_cols|rowwise|transpose|block_amax"
 _NOT_FUSED = r"^(?!triton_(?:poi|red|per|for)_).*"
 """Inductor names its pointwise and reduction kernels after everything around them."""
 _RULES = (

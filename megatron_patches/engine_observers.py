@@ -103,9 +103,9 @@ class EngineObservers:
         if self._recipe == "tensorwise":
             codes, scale_inv = quantize_tensorwise(x, fmt)
         else:
-            planes = quantize_blockwise(x, fmt, block, "row")
-            assert planes.x_fp8 is not None and planes.scale_inv is not None
-            codes, scale_inv = planes.x_fp8, planes.scale_inv
+            quantized = quantize_blockwise(x, fmt, block, "row")
+            assert quantized.x_fp8 is not None and quantized.scale_inv is not None
+            codes, scale_inv = quantized.x_fp8, quantized.scale_inv
         observe_codes(codes, scale_inv, counts, can_saturate=False)
 
 

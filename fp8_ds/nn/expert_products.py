@@ -140,9 +140,9 @@ class OneLaunch(Loop):
     ) -> Tensor:
         assert grad_fp8.rows is not None
         is_fast = "grad_weight" in self.recipe.fast_gemms
-        planes = (grouped.columns(grad_fp8.rows, self._ends), grouped.columns(x_PK, self._ends))
+        operands = (grouped.columns(grad_fp8.rows, self._ends), grouped.columns(x_PK, self._ends))
         scales = (grad_fp8.scale_inv, x_scale_inv)
-        return grouped.columns_by_columns(*planes, self._ends, *scales, dtype, is_fast)
+        return grouped.columns_by_columns(*operands, self._ends, *scales, dtype, is_fast)
 
     def kept_groups(self) -> tuple[Tensor, Tensor, Tensor | None]:
         return self.groups.ends, self.groups.place, self.groups.order

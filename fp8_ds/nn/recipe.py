@@ -31,11 +31,11 @@ from fp8_ds.numerics.scale import AmaxSlot
 from fp8_ds.ops._producer import Scaling
 from fp8_ds.ops.gemm import GemmBackend, scaled_mm
 from fp8_ds.ops.quantize import (
-    Planes,
-    quantize_delayed_planes,
-    quantize_measured_planes,
+    Layout,
+    quantize_and_transpose_delayed,
+    quantize_and_transpose_measured,
+    quantize_and_transpose_tensorwise,
     quantize_tensorwise,
-    quantize_tensorwise_planes,
     record_amax,
 )
 from fp8_ds.ops.transpose import transpose
@@ -255,7 +255,7 @@ class DelayedRecipe(TensorwiseRecipe):
     """Scales from an AmaxHistory, which this step's amaxes enter; until its first update as tensorwise.
 
     A slot that saw no tensor before the first update has scale 1 until the update after its first use. Layers that
-    share an input have seen the same amaxes, so their scales are the same: the first one's planes serve all.
+    share an input have seen the same amaxes, so their scales are the same: the first one's FP8 tensors serve all.
 
     Attributes:
         history: shared by all layers.
@@ -322,8 +322,8 @@ class DelayedRecipe(TensorwiseRecipe):
             return super()._quantize_input(x, needs_columns, record)
         if self.leader is not None and record and torch.compiler.is_compiling():
             scales = (self.leader.scale, self.leader.scale_inv)
-            planes = _planes(True, needs_columns)
-            rows, columns, scale_inv, amax = quantize_measured_planes(as_matrix(x), *scales, E4M3, planes)
+            layout = _layout(True, needs_columns)
+            rows, columns, scale_inv, amax = quantize_and_transpose_measured(as_matrix(x), *scales, E4M3, layout)
             return Quantized(rows, columns, scale_inv, slot=AmaxSlot(amax, *scales))
         return _delayed(as_matrix(x), self.slot_x, E4M3, record, True, needs_columns)
 
@@ -373,18 +373,18 @@ def as_matrix(x: Tensor) -> Tensor:
 
 
 def _tensorwise(x: Tensor, fmt: Float8Format, needs_rows: bool, needs_columns: bool) -> Quantized:
-    return Quantized(*quantize_tensorwise_planes(x, fmt, _planes(needs_rows, needs_columns)))
+    return Quantized(*quantize_and_transpose_tensorwise(x, fmt, _layout(needs_rows, needs_columns)))
 
 
 def _delayed(
     x: Tensor, slot: AmaxSlot, fmt: Float8Format, record: bool, needs_rows: bool, needs_columns: bool
 ) -> Quantized:
     scales = (slot.scale, slot.scale_inv, slot.amax_local)
-    planes = _planes(needs_rows, needs_columns)
-    return Quantized(*quantize_delayed_planes(x, *scales, fmt, planes, record=record), slot=slot)
+    layout = _layout(needs_rows, needs_columns)
+    return Quantized(*quantize_and_transpose_delayed(x, *scales, fmt, layout, record=record), slot=slot)
 
 
-def _planes(needs_rows: bool, needs_columns: bool) -> Planes:
+def _layout(needs_rows: bool, needs_columns: bool) -> Layout:
     if not needs_columns:
         return "row"
     return "both" if needs_rows else "col"

@@ -2,7 +2,7 @@
 
 By row means per token for x and grad_output, per output feature for the weight. A scale that varies along the
 contracted dim cannot be applied to a product. It is multiplied into the other operand before that one is quantised, so
-that one FP8 plane of the weight and one of x serve all GEMMs:
+that one FP8 tensor of the weight and one of x serve all GEMMs:
 
     output[T, O]      = x[T, I] s_x[T]  by weight[O, I] s_w[O]
     grad_input[T, I]  = q_rows(grad * s_w[O])      by weight.T[I, O] without a scale
@@ -22,9 +22,9 @@ from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.recipe import Fp8Weight, Kept, Recipe, as_matrix
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.ops._producer import Scaling
-from fp8_ds.ops.blockwise import BLOCK, Planes, num_blocks, quantize_blockwise, transpose_blockwise
+from fp8_ds.ops.blockwise import BLOCK, num_blocks, quantize_blockwise, transpose_blockwise
 from fp8_ds.ops.gemm.blockwise import scaled_mm_blockwise
-from fp8_ds.ops.quantize import quantize_colwise_t, quantize_rowwise
+from fp8_ds.ops.quantize import Layout, quantize_colwise_t, quantize_rowwise
 
 _ROW_BLOCK, _TILE = (1, BLOCK), (BLOCK, BLOCK)
 
@@ -98,14 +98,14 @@ class BlockwiseRecipe(Recipe):
     name = "blockwise"
 
     def quantize_weight(self, weight: Tensor) -> Fp8Weight:
-        planes = quantize_blockwise(weight, E4M3, _TILE, "row")
-        assert planes.x_fp8 is not None and planes.scale_inv is not None
-        return Fp8Weight(planes.x_fp8, planes.scale_inv)
+        quantized = quantize_blockwise(weight, E4M3, _TILE, "row")
+        assert quantized.x_fp8 is not None and quantized.scale_inv is not None
+        return Fp8Weight(quantized.x_fp8, quantized.scale_inv)
 
     def _quantize_input(self, x: Tensor, needs_columns: bool, record: bool) -> Quantized:
-        planes = quantize_blockwise(as_matrix(x), E4M3, _ROW_BLOCK, "both" if needs_columns else "row")
-        assert planes.scale_inv is not None
-        return Quantized(planes.x_fp8, planes.x_fp8_t, planes.scale_inv, planes.scale_inv_t)
+        quantized = quantize_blockwise(as_matrix(x), E4M3, _ROW_BLOCK, "both" if needs_columns else "row")
+        assert quantized.scale_inv is not None
+        return Quantized(quantized.x_fp8, quantized.x_fp8_t, quantized.scale_inv, quantized.scale_inv_t)
 
     def _complete(self, x_fp8: Quantized) -> Quantized:
         """Make columns from the codes, exactly but for what becomes subnormal."""
@@ -118,11 +118,11 @@ class BlockwiseRecipe(Recipe):
         return x_fp8.columns, x_fp8.columns_scale_inv
 
     def quantize_grad_output(self, grad_TO: Tensor, weight: Fp8Weight | None, kept: Kept | None) -> Quantized:
-        wanted: Planes = "row" if kept is None else "col" if weight is None else "both"
-        planes = quantize_blockwise(grad_TO, self.grad_format, _ROW_BLOCK, wanted)
-        scale_inv = planes.scale_inv if planes.scale_inv is not None else planes.scale_inv_t
+        wanted: Layout = "row" if kept is None else "col" if weight is None else "both"
+        quantized = quantize_blockwise(grad_TO, self.grad_format, _ROW_BLOCK, wanted)
+        scale_inv = quantized.scale_inv if quantized.scale_inv is not None else quantized.scale_inv_t
         assert scale_inv is not None
-        return Quantized(planes.x_fp8, planes.x_fp8_t, scale_inv, planes.scale_inv_t)
+        return Quantized(quantized.x_fp8, quantized.x_fp8_t, scale_inv, quantized.scale_inv_t)
 
     def output(self, x_fp8: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
         assert x_fp8.rows is not None

@@ -14,17 +14,17 @@ from fp8_ds.nn.quantized import Quantized
 class SharedInput:
     """The last tensor that was quantised, remembered for as long as its memory lives, and no longer.
 
-    A layer that is given the same tensor, unchanged, gets the same planes; so it does for an alias of the same shape
-    and strides, for ZeRO-3's hooks hand each module one of its own. Anything else is quantised: another tensor, one
-    written in place, another stream, a plane that was not made, inference mode, a tensor that autograd has not computed
-    (a parameter, a batch, anything without gradients). As for autograd, a write past the version counter (`.data`, a
-    collective) is not seen.
+    A layer that is given the same tensor, unchanged, gets the same FP8 tensors; so it does for an alias of the same
+    shape and strides, for ZeRO-3's hooks hand each module one of its own. Anything else is quantised: another tensor,
+    one written in place, another stream, a layout that was not made, inference mode, a tensor that autograd has not
+    computed (a parameter, a batch, anything without gradients). As for autograd, a write past the version counter
+    (`.data`, a collective) is not seen.
     """
 
     def __init__(self) -> None:
         self._storage: weakref.ref[torch.UntypedStorage] | None = None
         self._key: tuple[object, ...] = ()
-        self._planes: Quantized | None = None
+        self._quantized: Quantized | None = None
 
     def quantize(
         self,
@@ -38,8 +38,8 @@ class SharedInput:
 
         Args:
             x: what the layer was called with, any shape.
-            needs_columns: whether the transposed plane is needed; the other always is, from which `complete` makes it.
-            epoch: planes of another epoch do not count.
+            needs_columns: whether the transpose is needed; the other always is, from which `complete` makes it.
+            epoch: tensors of another epoch do not count.
         """
         if torch.compiler.is_compiling() or _is_inference(x):  # a trace removes repetitions itself
             return quantize(x, needs_columns)
@@ -48,32 +48,32 @@ class SharedInput:
             return quantize(x, needs_columns)
         if known is not None and (known.columns is not None or not needs_columns):
             return known
-        planes = quantize(x, needs_columns) if known is None else complete(known)
-        self.offer(x, planes, epoch)
-        return planes
+        quantized = quantize(x, needs_columns) if known is None else complete(known)
+        self.offer(x, quantized, epoch)
+        return quantized
 
-    def offer(self, x: Tensor, planes: Quantized, epoch: object = None) -> None:
-        """Give these planes to layers that are given this tensor, unchanged, but not in inference mode."""
+    def offer(self, x: Tensor, quantized: Quantized, epoch: object = None) -> None:
+        """Give these FP8 tensors to layers that are given this tensor, unchanged, but not in inference mode."""
         if _is_inference(x):
             return
-        self._planes, self._key = planes, _key(x, epoch)
+        self._quantized, self._key = quantized, _key(x, epoch)
         self._storage = weakref.ref(x.untyped_storage(), self._forget)
 
     def _known(self, x: Tensor, epoch: object) -> Quantized | None:
         if self._storage is None or self._storage() is not x.untyped_storage():
             return None
-        return self._planes if self._key == _key(x, epoch) else None
+        return self._quantized if self._key == _key(x, epoch) else None
 
     def _forget(self, storage: weakref.ref[torch.UntypedStorage]) -> None:
         if storage is self._storage:
-            self._storage = self._planes = None
+            self._storage = self._quantized = None
 
     def __reduce__(self) -> tuple[type[SharedInput], tuple[()]]:
         return SharedInput, ()  # copies and pickles of a model start with nothing remembered
 
 
 def _is_inference(x: Tensor) -> bool:
-    """Whether x has no version counter, or planes made now could not be kept for a backward."""
+    """Whether x has no version counter, or tensors made now could not be kept for a backward."""
     return x.is_inference() or torch.is_inference_mode_enabled()
 
 

@@ -183,9 +183,9 @@ class BlockRule(Rule):
         return Shard(x_fp8.rows, x_fp8.scale_inv.t().contiguous())
 
     def send_grad(self, grad_SO: Tensor) -> Shard:
-        planes = quantize_blockwise(grad_SO, self.recipe.grad_format, (1, BLOCK), "row")
-        assert planes.x_fp8 is not None and planes.scale_inv is not None
-        return Shard(planes.x_fp8, planes.scale_inv.t().contiguous())
+        quantized = quantize_blockwise(grad_SO, self.recipe.grad_format, (1, BLOCK), "row")
+        assert quantized.x_fp8 is not None and quantized.scale_inv is not None
+        return Shard(quantized.x_fp8, quantized.scale_inv.t().contiguous())
 
     def grad_weight(self, gathered: Gathered, kept: Kept, dtype: torch.dtype) -> Tensor:
         columns, scale_inv = self._columns(gathered)

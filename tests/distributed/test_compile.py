@@ -408,9 +408,9 @@ def test_decoder_layer_is_one_graph_that_quantises_each_input_once(ranks: Any) -
         assert result["num_weights"] == 7 and len(result["is_same"]) == 9 and all(result["is_same"])
         # Inputs of q, k and v; of o; of gate and up; of down. Seven grad_outputs, seven products and twice seven.
         assert result["ops"] == {
-            "forward": {"fp8_ds::quantize_tensorwise_planes": 4, "fp8_ds::scaled_mm": 7},
+            "forward": {"fp8_ds::quantize_and_transpose_tensorwise": 4, "fp8_ds::scaled_mm": 7},
             "backward": {
-                "fp8_ds::quantize_tensorwise_planes": 7,
+                "fp8_ds::quantize_and_transpose_tensorwise": 7,
                 "fp8_ds::scaled_mm": 14,
                 "fp8_ds::transpose": 7,
             },
@@ -422,9 +422,9 @@ def test_fused_mlp_of_a_decoder_layer_is_in_its_graph(ranks: Any) -> None:
     for result in ranks(1).run(compile_layer, FUSED):
         # The product is made in FP8; in backward its columns and the gradients, whose columns are transposed.
         assert result["ops"] == {
-            "forward": {"fp8_ds::quantize_tensorwise_planes": 3, "fp8_ds::scaled_mm": 7, "fp8_ds::swiglu": 1},
+            "forward": {"fp8_ds::quantize_and_transpose_tensorwise": 3, "fp8_ds::scaled_mm": 7, "fp8_ds::swiglu": 1},
             "backward": {
-                "fp8_ds::quantize_tensorwise_planes": 5,
+                "fp8_ds::quantize_and_transpose_tensorwise": 5,
                 "fp8_ds::scaled_mm": 14,
                 "fp8_ds::swiglu_backward_and_columns": 1,
                 "fp8_ds::transpose": 7 + 2,

@@ -73,8 +73,8 @@ def run(
 
 # How x is cast: in each of two layers once for q, k and v, once for gate and up, once for o and once for down.
 CASTS = {
-    "tensorwise": "fp8_ds::quantize_tensorwise_planes",
-    "delayed": "fp8_ds::quantize_delayed_planes",
+    "tensorwise": "fp8_ds::quantize_and_transpose_tensorwise",
+    "delayed": "fp8_ds::quantize_and_transpose_delayed",
     "rowwise": "fp8_ds::quantize_rowwise",
     "rowwise_with_gw_hp": "fp8_ds::quantize_rowwise",
     "blockwise": "fp8_ds::quantize_blockwise",

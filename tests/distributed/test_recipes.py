@@ -21,9 +21,9 @@ MODEL = {"width": 140, "hidden": 150, "num_blocks": 1, "tiny": True}
 
 def expected(recipe: str, master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if recipe == "blockwise":
-        planes = quantize_blockwise(master, E4M3, (128, 128), "row")
-        assert planes.x_fp8 is not None and planes.scale_inv is not None
-        return planes.x_fp8.view(torch.uint8), planes.scale_inv
+        quantized = quantize_blockwise(master, E4M3, (128, 128), "row")
+        assert quantized.x_fp8 is not None and quantized.scale_inv is not None
+        return quantized.x_fp8.view(torch.uint8), quantized.scale_inv
     data, scale_inv = quantize_rowwise(master, E4M3)
     return data.view(torch.uint8), scale_inv
 

@@ -240,7 +240,7 @@ def test_what_a_gather_or_reduce_scatter_does_not_bring_is_made_while_it_is_unde
         assert under_way == ["transpose", "scaled_mm"] * 2  # the gradients of the weights of gate and up
         for names in (forward, backward):
             assert sum(names.count(name) for name in (gather, reduction)) == 2
-            assert not {"quantize_tensorwise_planes", "swiglu_backward"} & set(names)
+            assert not {"quantize_and_transpose_tensorwise", "swiglu_backward"} & set(names)
 
 
 def traffic(hooked: bool) -> list[tuple[Any, Any]]:

@@ -12,7 +12,7 @@ from fp8_ds.testing import assert_bitwise
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
 FORMATS = [E4M3, E5M2]
-PLANES = ["row", "col", "both"]
+LAYOUTS = ["row", "col", "both"]
 ROWS, SQUARES = (1, 128), (128, 128)
 SHAPES = [(1, 1), (128, 128), (256, 384), (16, 144), (130, 257), (4, 1000), (1000, 4), (2000, 96), (1024, 1040)]
 PRODUCTS = [(128, 512, 256), (256, 640, 384), (130, 257, 140), (1, 1, 1), (17, 130, 33), (512, 4096, 1024), (16, 0, 8)]
@@ -36,21 +36,21 @@ def assert_same(expected, got):
         assert_bitwise(a, b)
 
 
-@pytest.mark.parametrize("planes", PLANES)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("block", [ROWS, SQUARES])
 @pytest.mark.parametrize("fmt", FORMATS, ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_planes_equal_the_cpu_reference_bitwise(dtype, fmt, block, planes):
+def test_layouts_equal_the_cpu_reference_bitwise(dtype, fmt, block, layout):
     for shape in SHAPES:
         x = many_scales("per_tile", *shape).to(dtype)
-        assert_same(quantize_blockwise(x, fmt, block, planes), quantize_blockwise(x.cuda(), fmt, block, planes))
+        assert_same(quantize_blockwise(x, fmt, block, layout), quantize_blockwise(x.cuda(), fmt, block, layout))
 
 
-@pytest.mark.parametrize("planes", PLANES)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("block", [ROWS, SQUARES])
-def test_a_large_activation_equals_the_cpu_reference_bitwise(block, planes):
+def test_a_large_activation_equals_the_cpu_reference_bitwise(block, layout):
     x = many_scales("per_row", 8192, 4096).bfloat16()
-    assert_same(quantize_blockwise(x, E4M3, block, planes), quantize_blockwise(x.cuda(), E4M3, block, planes))
+    assert_same(quantize_blockwise(x, E4M3, block, layout), quantize_blockwise(x.cuda(), E4M3, block, layout))
 
 
 @pytest.mark.parametrize("block", [ROWS, SQUARES])
@@ -184,8 +184,8 @@ def test_ops_never_wait_and_compile_to_the_same_bytes():
     x = many_scales("per_row", 512, 512).bfloat16().cuda()
 
     def step(x):
-        planes = quantize_blockwise(x, E4M3, ROWS, "row")
-        return planes.x_fp8, planes.scale_inv, *transpose_blockwise(planes.x_fp8, planes.scale_inv)
+        quantized = quantize_blockwise(x, E4M3, ROWS, "row")
+        return quantized.x_fp8, quantized.scale_inv, *transpose_blockwise(quantized.x_fp8, quantized.scale_inv)
 
     expected = step(x)
     block_amax(x, SQUARES)  # compiles

@@ -131,7 +131,7 @@ def test_a_compiled_mlp_is_one_graph_with_the_bits_of_eager(recipe):
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("nonlinear", "per_element"), [("bf16", 2), ("fp8", 1 + 4 / 128)])
-def test_an_mlp_keeps_one_plane_of_its_input_and_gate_and_up(nonlinear, per_element, compiled):
+def test_an_mlp_keeps_one_layout_of_its_input_and_gate_and_up(nonlinear, per_element, compiled):
     torch._dynamo.reset()
     mlp = make("delayed", nonlinear=nonlinear).layer.mlp
     num_tokens, width, hidden = 8192, mlp.gate_proj.in_features, mlp.gate_proj.out_features

@@ -91,12 +91,12 @@ def test_others_are_as_exact_as_the_product_of_each_group(dtype: torch.dtype, fa
     ]
     found = rows_by_matrices(a, b, ends, *scales, dtype, fast)
     assert_as_exact(reference.rows_by_matrices(a, b, ends, *scales, torch.float32), torch.cat(own), found, fast)
-    planes = (columns(a, ends), columns(x, ends), ends, *scales)
+    transposed = (columns(a, ends), columns(x, ends), ends, *scales)
     own = [
         scaled_mm(a[start:end].t(), x[start:end].t(), *scales, dtype, use_fast_accum=fast) for start, end, _ in bounds
     ]
-    found = columns_by_columns(*planes, dtype, fast)
-    assert_as_exact(reference.columns_by_columns(*planes, torch.float32), torch.stack(own), found, fast)
+    found = columns_by_columns(*transposed, dtype, fast)
+    assert_as_exact(reference.columns_by_columns(*transposed, torch.float32), torch.stack(own), found, fast)
 
 
 def assert_as_exact(exact: Tensor, own: Tensor, found: Tensor, fast: bool) -> None:

@@ -20,7 +20,7 @@ from fp8_ds.nn.payload import Fp8Payload
 from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.numerics.scale import scale_from_amax
 from fp8_ds.ops.gemm import scaled_mm
-from fp8_ds.ops.quantize import quantize, quantize_delayed_planes, quantize_tensorwise
+from fp8_ds.ops.quantize import quantize, quantize_and_transpose_delayed, quantize_tensorwise
 from fp8_ds.scaling.delayed import AmaxHistory
 from fp8_ds.testing import assert_bitwise, sqnr_db
 
@@ -238,7 +238,7 @@ def test_delayed_does_not_hide_an_infinity():
     x = torch.randn(16, 16, device="cuda")
     x[3, 3] = float("inf")
     one = torch.ones((), device="cuda")
-    x_fp8, _, scale_inv = quantize_delayed_planes(x, one, one.clone(), one.clone(), E4M3, "row", record=True)
+    x_fp8, _, scale_inv = quantize_and_transpose_delayed(x, one, one.clone(), one.clone(), E4M3, "row", record=True)
     assert (x_fp8.float() * scale_inv).isnan().all()
 
 

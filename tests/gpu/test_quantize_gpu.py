@@ -10,15 +10,15 @@ from support.waits import host_waits
 
 from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.ops.quantize import (
-    PLANES,
+    LAYOUTS,
     quantize,
+    quantize_and_transpose_delayed,
+    quantize_and_transpose_measured,
+    quantize_and_transpose_tensorwise,
     quantize_colwise_t,
-    quantize_delayed_planes,
-    quantize_measured_planes,
     quantize_part,
     quantize_rowwise,
     quantize_tensorwise,
-    quantize_tensorwise_planes,
     record_amax,
 )
 from fp8_ds.ops.quantize.multi_tensor import MultiTensorQuantize, QuantizePart
@@ -89,7 +89,9 @@ def test_cast_equals_reference_for_every_16_bit_number_and_many_float32(scale, f
     near = torch.cat([codes, halfway, halfway * (1 + 2**-23), halfway * (1 - 2**-24), -halfway])
     for x in (every.view(torch.bfloat16), every.view(torch.float16), random.view(torch.float32), near):
         check(quantize, x, torch.tensor(scale), fmt)
-        check(quantize_measured_planes, x.reshape(1, -1), torch.tensor(scale), torch.tensor(1 / scale), fmt, "both")
+        check(
+            quantize_and_transpose_measured, x.reshape(1, -1), torch.tensor(scale), torch.tensor(1 / scale), fmt, "both"
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -104,9 +106,9 @@ def test_kernels_equal_references_for_every_dtype_and_shape(shape, dtype):
         check(quantize_rowwise, x, fmt, cols)
         check(quantize_colwise_t, x, fmt)
         check(quantize_colwise_t, x, fmt, rows)
-        for planes in PLANES:
-            check(quantize_measured_planes, x, SCALE, 1 / SCALE, fmt, planes)
-            check(quantize_tensorwise_planes, x, fmt, planes)
+        for layout in LAYOUTS:
+            check(quantize_and_transpose_measured, x, SCALE, 1 / SCALE, fmt, layout)
+            check(quantize_and_transpose_tensorwise, x, fmt, layout)
 
 
 @pytest.mark.parametrize("num_cols", [4096, 4112])
@@ -119,11 +121,11 @@ def test_columns_of_64_mib_and_of_more_equal_reference(num_cols):
 def test_a_tensor_of_more_than_two_to_the_31_elements_is_cast_to_its_end():
     x = torch.zeros((1 << 17) + 16, 1 << 14, dtype=torch.bfloat16, device="cuda")
     x[-1, -1], x[-1, 0] = -3.0, 1.0
-    row, col, scale_inv = quantize_tensorwise_planes(x, E4M3, "both")
+    row, col, scale_inv = quantize_and_transpose_tensorwise(x, E4M3, "both")
     torch.testing.assert_close(scale_inv.item(), 3.0 / 448.0, rtol=1e-6, atol=0)
     assert row[-1, 0].float() > 0 and col[0, -1].float() > 0
-    for plane in (row, col, transpose(row), quantize_rowwise(x, E4M3)[0], quantize_colwise_t(x, E4M3)[0]):
-        assert plane[-1, -1].float() == -448.0
+    for x_fp8 in (row, col, transpose(row), quantize_rowwise(x, E4M3)[0], quantize_colwise_t(x, E4M3)[0]):
+        assert x_fp8[-1, -1].float() == -448.0
     assert amax(x) == 3.0
 
 
@@ -132,8 +134,8 @@ def test_a_tensor_of_more_than_two_to_the_31_elements_is_cast_to_its_end():
 def test_one_broken_element_is_never_hidden(bad, at):
     x = matrix(304, 4096)
     x.view(-1)[at] = bad
-    for planes in PLANES:
-        check(quantize_tensorwise_planes, x, E4M3, planes)
+    for layout in LAYOUTS:
+        check(quantize_and_transpose_tensorwise, x, E4M3, layout)
     check(quantize_rowwise, x, E5M2)
     check(quantize_colwise_t, x, E5M2)
     measured = amax(x.cuda())
@@ -147,12 +149,12 @@ def test_delayed_equals_reference(shape, record, bad):
     x = matrix(*shape)
     x[-1, 7] = bad
     for start in (0.25, 1e30):
-        for planes in PLANES:
+        for layout in LAYOUTS:
             slots = torch.full((3,), start), torch.full((3,), start, device="cuda")
             results = []
             for device, slot in zip(("cpu", "cuda"), slots, strict=True):
                 scales = SCALE.to(device), (1 / SCALE).to(device), slot[1]
-                result = quantize_delayed_planes(x.to(device), *scales, E4M3, planes, record=record)
+                result = quantize_and_transpose_delayed(x.to(device), *scales, E4M3, layout, record=record)
                 results.append((*result, slot))
             assert_equal(*results)
 
@@ -167,7 +169,7 @@ def test_recorded_amax_only_grows():
 @pytest.mark.parametrize("value", [0.0, 2.0**-149, 1e-39, 3e38])
 def test_extreme_tensors_equal_reference(value):
     x = torch.full((32, 48), value)
-    check(quantize_tensorwise_planes, x, E4M3, "both")
+    check(quantize_and_transpose_tensorwise, x, E4M3, "both")
     check(quantize_rowwise, x, E4M3)
     check(quantize_colwise_t, x, E4M3)
 
@@ -180,8 +182,8 @@ def test_empty_matrices_have_scales_of_one(shape):
     check(quantize_tensorwise, x, E4M3)
     check(quantize_rowwise, x, E4M3)
     check(quantize_colwise_t, x, E4M3)
-    for planes in PLANES:
-        check(quantize_tensorwise_planes, x, E4M3, planes)
+    for layout in LAYOUTS:
+        check(quantize_and_transpose_tensorwise, x, E4M3, layout)
 
 
 def test_tensors_that_begin_anywhere_and_other_layouts_equal_reference():
@@ -195,7 +197,8 @@ def test_tensors_that_begin_anywhere_and_other_layouts_equal_reference():
                 quantize_rowwise(views[1], E4M3, None if fold is None else fold.cuda()),
             )
         assert_equal(
-            quantize_tensorwise_planes(views[0], E4M3, "both"), quantize_tensorwise_planes(views[1], E4M3, "both")
+            quantize_and_transpose_tensorwise(views[0], E4M3, "both"),
+            quantize_and_transpose_tensorwise(views[1], E4M3, "both"),
         )
     x = matrix(48, 32)
     for view in (lambda t: t.t(), lambda t: t[:, ::2], lambda t: t[:1].expand(5, 32)):
@@ -206,7 +209,7 @@ def test_tensors_that_begin_anywhere_and_other_layouts_equal_reference():
 
 def test_compiled_functions_give_the_same_bits():
     def function(x, fold):
-        row, col, scale_inv = quantize_tensorwise_planes(x * 2, E4M3, "both")
+        row, col, scale_inv = quantize_and_transpose_tensorwise(x * 2, E4M3, "both")
         return row, col, scale_inv, transpose(row), *quantize_rowwise(x, E4M3, fold), *quantize_colwise_t(x, E5M2)
 
     x, fold = matrix(64, 96), torch.rand(96)
@@ -219,8 +222,8 @@ def test_casts_replay_from_a_graph_as_they_run():
 
     def casts():
         return (
-            *quantize_tensorwise_planes(x, E4M3, "both"),
-            *quantize_delayed_planes(x, scale, 1 / scale, slot, E5M2, "both", record=True),
+            *quantize_and_transpose_tensorwise(x, E4M3, "both"),
+            *quantize_and_transpose_delayed(x, scale, 1 / scale, slot, E5M2, "both", record=True),
             *quantize_rowwise(x, E4M3),
             *quantize_colwise_t(x, E4M3),
         )
@@ -243,8 +246,8 @@ def test_casts_never_wait_for_the_device_and_allocate_their_results_only():
     scale, fold = SCALE.cuda(), torch.rand(4096, device="cuda")
 
     def casts():
-        results = [quantize_tensorwise_planes(x, E4M3, planes) for planes in PLANES]
-        results.append(quantize_delayed_planes(x, scale, scale, slot, E4M3, "row", record=True))
+        results = [quantize_and_transpose_tensorwise(x, E4M3, layout) for layout in LAYOUTS]
+        results.append(quantize_and_transpose_delayed(x, scale, scale, slot, E4M3, "row", record=True))
         results += [quantize_rowwise(x, E4M3, fold), quantize_colwise_t(x, E4M3)]
         results.append(transpose(results[0][0]))
         return results
@@ -260,8 +263,8 @@ def test_casts_never_wait_for_the_device_and_allocate_their_results_only():
     finally:
         torch.cuda.set_sync_debug_mode(mode)
     assert len(results) == 7
-    num_planes = 1 + 1 + 2 + 1 + 1 + 1 + 1
-    assert torch.cuda.max_memory_allocated() - before < num_planes * x.numel() + (1 << 20)
+    num_copies = 1 + 1 + 2 + 1 + 1 + 1 + 1
+    assert torch.cuda.max_memory_allocated() - before < num_copies * x.numel() + (1 << 20)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

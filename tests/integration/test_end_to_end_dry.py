@@ -423,7 +423,7 @@ KERNELS = {
     "triton_tem_fused_flex_attention_0": "attention",
     "quantize_kernel": "cast/transpose",
     "_quantize_kernel": "cast/transpose",
-    "planes_kernel": "cast/transpose",
+    "quantize_and_transpose_kernel": "cast/transpose",
     "amax_cols_kernel": "cast/transpose",
     "transpose_kernel": "cast/transpose",
     "triton_red_fused_abs_max_3": "cast/transpose",

@@ -6,13 +6,13 @@
 
 So x and its gradient are wanted twice, as rows ("row") and transposed ("col"), with blocks along the contracted dim of
 each. Powers of two make the change from one to the other exact but for subnormal codes (`transpose_blockwise`), so one
-saved plane of x can serve both. Sources: DeepSeek-V3 report (arXiv 2412.19437) section 3.3; for the scaling-aware
+saved layout of x can serve both. Sources: DeepSeek-V3 report (arXiv 2412.19437) section 3.3; for the scaling-aware
 transpose FP8-Flow (arXiv 2511.02302).
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,15 +21,13 @@ from fp8_ds.numerics.formats import BY_NAME, E4M3, Float8Format
 from fp8_ds.ops._register import register_pair
 from fp8_ds.ops.blockwise import reference
 from fp8_ds.ops.blockwise.reference import BLOCK as BLOCK
+from fp8_ds.ops.quantize import KERNEL_DTYPES, Layout, check_layout
 
-Planes = Literal["row", "col", "both"]
-PLANES: tuple[Planes, ...] = ("row", "col", "both")
 BLOCKS = ((1, BLOCK), (BLOCK, BLOCK))
-_HP_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_OF = {fmt.dtype: fmt.max for fmt in BY_NAME.values() if fmt.dtype is not None}
 
 
-class BlockwisePlanes(NamedTuple):
+class BlockwiseQuantized(NamedTuple):
     """A matrix [T, C] in FP8, as it is, transposed, or both; multiply a block by its scale_inv to leave FP8.
 
     Args:
@@ -52,8 +50,8 @@ def num_blocks(size: int) -> int:
     return -(-size // BLOCK)
 
 
-def empty_planes(x: Tensor, dtype: torch.dtype, block_rows: int, wanted: bool = True) -> tuple[Tensor, Tensor]:
-    """Allocate an FP8 tensor of the shape of `x` and its scale_inv, in the layouts that `BlockwisePlanes` states."""
+def empty_quantized(x: Tensor, dtype: torch.dtype, block_rows: int, wanted: bool = True) -> tuple[Tensor, Tensor]:
+    """Allocate an FP8 tensor of the shape of `x` and its scale_inv, in the layouts that `BlockwiseQuantized` states."""
     if not wanted:
         return x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=torch.float32)
     num_rows, num_cols = x.shape
@@ -68,14 +66,14 @@ _quantize = register_pair(
     "-> (Tensor, Tensor, Tensor, Tensor)",
     reference.quantize_blockwise,
     lambda x, dtype, fp8_max, block_rows, row, col: (
-        *empty_planes(x, dtype, block_rows, row),
-        *empty_planes(x.t(), dtype, block_rows, col),
+        *empty_quantized(x, dtype, block_rows, row),
+        *empty_quantized(x.t(), dtype, block_rows, col),
     ),
 )
 _transpose = register_pair(
     "transpose_blockwise(Tensor x_fp8, Tensor scale_inv, float fp8_max) -> (Tensor, Tensor)",
     reference.transpose_blockwise,
-    lambda x_fp8, scale_inv, fp8_max: empty_planes(x_fp8.t(), x_fp8.dtype, 1),
+    lambda x_fp8, scale_inv, fp8_max: empty_quantized(x_fp8.t(), x_fp8.dtype, 1),
 )
 _block_amax = register_pair(
     "block_amax(Tensor x, SymInt start, SymInt num_rows, SymInt num_cols, int block_rows) -> Tensor",
@@ -100,14 +98,14 @@ def _check_block(block: tuple[int, int]) -> None:
 
 
 def _check_hp(name: str, x: Tensor, dim: int) -> None:
-    if x.dtype not in _HP_DTYPES or x.dim() != dim:
+    if x.dtype not in KERNEL_DTYPES or x.dim() != dim:
         raise ValueError(
             f"{name}: expected bf16, fp16 or float32 with {dim} dim(s), got {x.dtype} {tuple(x.shape)}. "
             "Flatten the leading dims of an activation to tokens."
         )
 
 
-def quantize_blockwise(x: Tensor, fmt: Float8Format, block: tuple[int, int], planes: Planes) -> BlockwisePlanes:
+def quantize_blockwise(x: Tensor, fmt: Float8Format, block: tuple[int, int], layout: Layout) -> BlockwiseQuantized:
     """Quantize `x` to FP8 with a power-of-two scale per block, from one read of `x`.
 
     scale is the largest power of two with amax * scale <= fmt.max, at most 2**126; 1 for a block of zeros. A block at a
@@ -117,20 +115,19 @@ def quantize_blockwise(x: Tensor, fmt: Float8Format, block: tuple[int, int], pla
         x: bf16, fp16 or float32 [T, C].
         fmt: E4M3 or E5M2.
         block: (1, 128) or (128, 128).
-        planes: "row": [T, C], blocks along C; "col": the transpose [C, T], with its own blocks along T where `block` is
+        layout: "row": [T, C], blocks along C; "col": the transpose [C, T], with its own blocks along T where `block` is
             (1, 128), the same scales transposed where it is (128, 128); "both".
 
     Returns:
-        The planes asked for; the others are None.
+        The layouts asked for; the others are None.
     """
     dtype = fmt.torch_dtype
     _check_block(block)
-    if planes not in PLANES:
-        raise ValueError(f"planes: expected one of {PLANES}, got {planes!r}. Use one of these.")
+    check_layout(layout)
     _check_hp("x", x, 2)
-    row, col = planes != "col", planes != "row"
+    row, col = layout != "col", layout != "row"
     x_fp8, scale_inv, x_fp8_t, scale_inv_t = _quantize(x, dtype, fmt.max, block[0], row, col)
-    return BlockwisePlanes(
+    return BlockwiseQuantized(
         x_fp8 if row else None, scale_inv if row else None, x_fp8_t if col else None, scale_inv_t if col else None
     )
 
@@ -152,7 +149,7 @@ def transpose_blockwise(x_fp8: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tenso
         scale_inv: float32 [T, ceil(C / 128)], powers of two or NaN.
 
     Returns:
-        (x_fp8_t [C, T], scale_inv_t [C, ceil(T / 128)]) as `BlockwisePlanes` states them.
+        (x_fp8_t [C, T], scale_inv_t [C, ceil(T / 128)]) as `BlockwiseQuantized` states them.
     """
     if x_fp8.dtype not in _MAX_OF or x_fp8.dim() != 2:
         raise ValueError(f"x_fp8: expected FP8 [T, C], got {x_fp8.dtype} {tuple(x_fp8.shape)}. Quantise it first.")
@@ -160,7 +157,7 @@ def transpose_blockwise(x_fp8: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tenso
     if scale_inv.dtype != torch.float32 or tuple(scale_inv.shape) != expected:
         raise ValueError(
             f"scale_inv: expected float32 {expected} for x_fp8 {tuple(x_fp8.shape)}, got {scale_inv.dtype} "
-            f"{tuple(scale_inv.shape)}. A plane of 128x128 blocks keeps them: transpose its bytes and its scales."
+            f"{tuple(scale_inv.shape)}. 128x128 blocks keep their scales: transpose both the bytes and the scales."
         )
     result: tuple[Tensor, Tensor] = _transpose(x_fp8, scale_inv, _MAX_OF[x_fp8.dtype])
     return result
@@ -219,9 +216,9 @@ def quantize_groupwise(x: Tensor) -> tuple[Tensor, Tensor]:
         (x_fp8, scale_inv): float8_e4m3fn [T, C], contiguous; float32 [T, ceil(C / 128)], strides (1, T), multiply to
         leave FP8, NaN for a group that holds a NaN or an infinity. 1.03 bytes an element.
     """
-    planes = quantize_blockwise(x, E4M3, (1, BLOCK), "row")
-    assert planes.x_fp8 is not None and planes.scale_inv is not None
-    return planes.x_fp8, planes.scale_inv
+    quantized = quantize_blockwise(x, E4M3, (1, BLOCK), "row")
+    assert quantized.x_fp8 is not None and quantized.scale_inv is not None
+    return quantized.x_fp8, quantized.scale_inv
 
 
 def check_groups(name: str, x_fp8: Tensor, scale_inv: Tensor) -> None:

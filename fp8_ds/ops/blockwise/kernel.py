@@ -68,8 +68,8 @@ def quantize_kernel(
 ):
     """Quantize one tile from one read of it. QUARTER is 32 unless only rows with 1x128 blocks are made.
 
-    Args: x [num_rows, num_cols] with rows `stride` apart; outputs as `BlockwisePlanes`, x_fp8 as bytes, x_fp8_t as
-        words if WORDS, else bytes; those of a plane not made are None. EVEN: no tile is ragged.
+    Args: x [num_rows, num_cols] with rows `stride` apart; outputs as `BlockwiseQuantized`, x_fp8 as bytes, x_fp8_t as
+        words if WORDS, else bytes; those of a layout not made are None. EVEN: no tile is ragged.
     """
     col_tiles = tl.cdiv(num_cols, _BLOCK)
     row_tile = tl.program_id(0) // col_tiles

@@ -81,7 +81,7 @@ def quantize_blockwise(
     x: Tensor, dtype: torch.dtype, fp8_max: float, block_rows: int, row: bool, col: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (x_fp8, scale_inv, x_fp8_t, scale_inv_t); a layout that is not asked for is empty."""
-    x = x.contiguous()  # planes would take over other strides
+    x = x.contiguous()  # the results would take over other strides
     x_fp8, x_fp8_t = x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=dtype)
     scale_inv, scale_inv_t = x.new_empty(0, dtype=torch.float32), x.new_empty(0, dtype=torch.float32)
     if row:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fp8_ds.ops._device import runs_ptx
 from fp8_ds.ops._launch import ceil_div, launch
 from fp8_ds.ops._tiles import as_words, is_even
-from fp8_ds.ops.blockwise import empty_planes, num_blocks
+from fp8_ds.ops.blockwise import empty_quantized, num_blocks
 from fp8_ds.ops.blockwise.kernel import block_amax_kernel, dequantize_kernel, quantize_kernel, transpose_kernel
 from fp8_ds.ops.blockwise.pairs_kernel import quantize_pairs_kernel
 from fp8_ds.ops.blockwise.reference import BLOCK
@@ -23,7 +23,7 @@ WARPS = {"row": 2, "tile": 4, "amax": 8, "dequantize": 4}
 in 128 elements a thread, 2 warps a 32x128 one. Tried by benchmarks/kernels_tune.py on an H200."""
 
 _TILE_REGISTERS = 168
-"""Most registers per thread where a program makes transposed planes: three programs share a processor."""
+"""Most registers per thread where a program makes a transpose: three programs share a processor."""
 
 _ROW_QUARTER = 8
 _TILE_QUARTER = BLOCK // 4
@@ -53,8 +53,8 @@ def quantize_blockwise(
         x = x.contiguous()
     num_rows, num_cols = x.shape
     square = block_rows > 1
-    x_fp8, scale_inv = empty_planes(x, dtype, block_rows, row)
-    x_fp8_t, scale_inv_t = empty_planes(x.t(), dtype, block_rows, col)
+    x_fp8, scale_inv = empty_quantized(x, dtype, block_rows, row)
+    x_fp8_t, scale_inv_t = empty_quantized(x.t(), dtype, block_rows, col)
     kind, quarter = ("tile", _TILE_QUARTER) if square or col else ("row", _ROW_QUARTER)
     words = as_words(x_fp8_t) if col else None
     options = {"maxnreg": _TILE_REGISTERS} if ptx and kind == "tile" else {}
@@ -107,7 +107,7 @@ def transpose_blockwise(x_fp8: Tensor, scale_inv: Tensor, fp8_max: float) -> tup
     """Triton version of `reference.transpose_blockwise`; `fp8_max` follows from the dtype here."""
     x_fp8 = x_fp8.contiguous()
     num_rows, num_cols = x_fp8.shape
-    x_fp8_t, scale_inv_t = empty_planes(x_fp8.t(), x_fp8.dtype, 1)
+    x_fp8_t, scale_inv_t = empty_quantized(x_fp8.t(), x_fp8.dtype, 1)
     words = as_words(x_fp8_t)
     launch(
         transpose_kernel,

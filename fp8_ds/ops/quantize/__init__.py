@@ -5,7 +5,7 @@ Infinities saturate in the cast, as in the hardware's saturating conversion. Whe
 de-quantised with it. NaN stays NaN; its sign is not kept.
 
 Hopper's FP8 GEMM contracts the last dim of both operands, so one matrix is wanted in two layouts by the GEMMs of a
-linear. Functions with `planes` make "row", the layout of `x`, "col", its transpose, or "both" in one read.
+linear. Functions with `layout` make "row", the layout of `x`, "col", its transpose, or "both" in one read.
 
 CUDA runs the kernels of triton.py. Plain torch casts there what they do not take and only the functions without a
 matrix's shape in their arguments allow: tensors that are not contiguous or float64, and scales that are not 0-dim.
@@ -23,8 +23,8 @@ from fp8_ds.numerics.formats import Float8Format
 from fp8_ds.ops._register import is_on_cuda, register, register_pair
 from fp8_ds.ops.quantize import reference
 
-Planes = Literal["row", "col", "both"]
-PLANES: tuple[Planes, ...] = ("row", "col", "both")
+Layout = Literal["row", "col", "both"]
+LAYOUTS: tuple[Layout, ...] = ("row", "col", "both")
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -40,10 +40,10 @@ def _fp8_t(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty((x.shape[1], x.shape[0]), dtype=dtype)
 
 
-def _fp8_planes(x: Tensor, dtype: torch.dtype, planes: str) -> tuple[Tensor, Tensor]:
-    """Allocate both layouts; one that `planes` does not name has no elements."""
+def _fp8_layouts(x: Tensor, dtype: torch.dtype, layout: str) -> tuple[Tensor, Tensor]:
+    """Allocate both layouts; one that `layout` does not name has no elements."""
     none = x.new_empty(0, dtype=dtype)
-    return none if planes == "col" else _fp8(x, dtype), none if planes == "row" else _fp8_t(x, dtype)
+    return none if layout == "col" else _fp8(x, dtype), none if layout == "row" else _fp8_t(x, dtype)
 
 
 def _use_triton(x: Tensor, *_: Any) -> bool:
@@ -85,17 +85,18 @@ _quantize_tensor_pow2 = _op(
     reference.quantize_tensor_pow2,
     lambda x, dtype, fp8_max: (_fp8(x, dtype), _scalar(x)),
 )
-_quantize_tensorwise_planes = _op(
-    "quantize_tensorwise_planes(Tensor x, ScalarType dtype, float fp8_max, str planes) -> (Tensor, Tensor, Tensor)",
-    reference.quantize_tensorwise_planes,
-    lambda x, dtype, fp8_max, planes: (*_fp8_planes(x, dtype, planes), _scalar(x)),
+_quantize_and_transpose_tensorwise = _op(
+    "quantize_and_transpose_tensorwise(Tensor x, ScalarType dtype, float fp8_max, str layout) "
+    "-> (Tensor, Tensor, Tensor)",
+    reference.quantize_and_transpose_tensorwise,
+    lambda x, dtype, fp8_max, layout: (*_fp8_layouts(x, dtype, layout), _scalar(x)),
 )
-_quantize_delayed_planes = _op(
-    "quantize_delayed_planes(Tensor x, Tensor scale, Tensor scale_inv, Tensor(a!) amax_local, bool record, "
-    "ScalarType dtype, float fp8_max, str planes) -> (Tensor, Tensor, Tensor)",
-    reference.quantize_delayed_planes,
-    lambda x, scale, scale_inv, amax_local, record, dtype, fp8_max, planes: (
-        *_fp8_planes(x, dtype, planes),
+_quantize_and_transpose_delayed = _op(
+    "quantize_and_transpose_delayed(Tensor x, Tensor scale, Tensor scale_inv, Tensor(a!) amax_local, bool record, "
+    "ScalarType dtype, float fp8_max, str layout) -> (Tensor, Tensor, Tensor)",
+    reference.quantize_and_transpose_delayed,
+    lambda x, scale, scale_inv, amax_local, record, dtype, fp8_max, layout: (
+        *_fp8_layouts(x, dtype, layout),
         _scalar(x),
     ),
 )
@@ -111,18 +112,18 @@ _quantize_colwise_t = _op(
 )
 
 
-def _measured_planes(
-    x: Tensor, scale: Tensor, scale_inv: Tensor, dtype: torch.dtype, fp8_max: float, planes: str
+def _measured(
+    x: Tensor, scale: Tensor, scale_inv: Tensor, dtype: torch.dtype, fp8_max: float, layout: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     amax_local = torch.zeros((), dtype=torch.float32, device=x.device)
-    return (*_quantize_delayed_planes(x, scale, scale_inv, amax_local, True, dtype, fp8_max, planes), amax_local)
+    return (*_quantize_and_transpose_delayed(x, scale, scale_inv, amax_local, True, dtype, fp8_max, layout), amax_local)
 
 
-_quantize_measured_planes = register(
-    "quantize_measured_planes(Tensor x, Tensor scale, Tensor scale_inv, ScalarType dtype, float fp8_max, "
-    "str planes) -> (Tensor, Tensor, Tensor, Tensor)",
-    _measured_planes,
-    lambda x, scale, scale_inv, dtype, fp8_max, planes: (*_fp8_planes(x, dtype, planes), _scalar(x), _scalar(x)),
+_quantize_and_transpose_measured = register(
+    "quantize_and_transpose_measured(Tensor x, Tensor scale, Tensor scale_inv, ScalarType dtype, float fp8_max, "
+    "str layout) -> (Tensor, Tensor, Tensor, Tensor)",
+    _measured,
+    lambda x, scale, scale_inv, dtype, fp8_max, layout: (*_fp8_layouts(x, dtype, layout), _scalar(x), _scalar(x)),
 )
 
 
@@ -157,13 +158,14 @@ def _check_fold(fold: Tensor | None, size: int) -> None:
         )
 
 
-def _check_planes(planes: str) -> None:
-    if planes not in PLANES:
-        raise ValueError(f"planes: expected one of {PLANES}, got {planes!r}. Use one of these.")
+def check_layout(layout: str) -> None:
+    """Refuse all but the names of `LAYOUTS`."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout: expected one of {LAYOUTS}, got {layout!r}. Use one of these.")
 
 
-def _named(row_plane: Tensor, col_plane: Tensor, planes: str) -> tuple[Tensor | None, Tensor | None]:
-    return None if planes == "col" else row_plane, None if planes == "row" else col_plane
+def _named(x_fp8: Tensor, x_fp8_t: Tensor, layout: str) -> tuple[Tensor | None, Tensor | None]:
+    return None if layout == "col" else x_fp8, None if layout == "row" else x_fp8_t
 
 
 def quantize(x: Tensor, scale: Tensor, fmt: Float8Format) -> Tensor:
@@ -253,42 +255,42 @@ def record_amax(x: Tensor, amax_local: Tensor) -> None:
     _record_amax(x, amax_local)
 
 
-def quantize_tensorwise_planes(
-    x: Tensor, fmt: Float8Format, planes: Planes
+def quantize_and_transpose_tensorwise(
+    x: Tensor, fmt: Float8Format, layout: Layout
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Quantize `x` by the scale of its own amax in one or both layouts: two reads of `x`, one for its amax.
 
     Args:
         x: bf16, fp16 or fp32, [T, C], contiguous. Fast where T and C are multiples of 16.
         fmt: E4M3 or E5M2.
-        planes: "row", "col" or "both".
+        layout: "row", "col" or "both".
 
     Returns:
-        (x_fp8, x_fp8_t, scale_inv): `fmt.dtype`, contiguous, [T, C] and [C, T], None for the one that `planes` does not
+        (x_fp8, x_fp8_t, scale_inv): `fmt.dtype`, contiguous, [T, C] and [C, T], None for the one that `layout` does not
         name; scale_inv as in `quantize_tensorwise`.
 
     Raises:
         ValueError: arguments other than these.
     """
     _check_matrix(x)
-    _check_planes(planes)
-    row_plane, col_plane, scale_inv = _quantize_tensorwise_planes(x, fmt.torch_dtype, fmt.max, planes)
-    return (*_named(row_plane, col_plane, planes), scale_inv)
+    check_layout(layout)
+    x_fp8, x_fp8_t, scale_inv = _quantize_and_transpose_tensorwise(x, fmt.torch_dtype, fmt.max, layout)
+    return (*_named(x_fp8, x_fp8_t, layout), scale_inv)
 
 
-def quantize_delayed_planes(
+def quantize_and_transpose_delayed(
     x: Tensor,
     scale: Tensor,
     scale_inv: Tensor,
     amax_local: Tensor,
     fmt: Float8Format,
-    planes: Planes,
+    layout: Layout,
     *,
     record: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Quantize `x` in one or both layouts by a given scale; `amax_local` takes the maximum with its amax if `record`.
 
-    Args: as in `quantize_tensorwise_planes`, and
+    Args: as in `quantize_and_transpose_tensorwise`, and
         scale: float32, 0-dim; multiply to enter FP8.
         scale_inv: float32, 0-dim; its inverse.
         amax_local: float32, 0-dim, changed in place: a view of the slot in `AmaxHistory.amax_local`.
@@ -302,17 +304,17 @@ def quantize_delayed_planes(
     """
     _check_matrix(x)
     _check_scalar("scale", scale)
-    _check_planes(planes)
-    row_plane, col_plane, scale_inv = _quantize_delayed_planes(
-        x, scale, scale_inv, amax_local, record, fmt.torch_dtype, fmt.max, planes
+    check_layout(layout)
+    x_fp8, x_fp8_t, scale_inv = _quantize_and_transpose_delayed(
+        x, scale, scale_inv, amax_local, record, fmt.torch_dtype, fmt.max, layout
     )
-    return (*_named(row_plane, col_plane, planes), scale_inv)
+    return (*_named(x_fp8, x_fp8_t, layout), scale_inv)
 
 
-def quantize_measured_planes(
-    x: Tensor, scale: Tensor, scale_inv: Tensor, fmt: Float8Format, planes: Planes
+def quantize_and_transpose_measured(
+    x: Tensor, scale: Tensor, scale_inv: Tensor, fmt: Float8Format, layout: Layout
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
-    """Quantize as `quantize_delayed_planes`, but return the amax and write nothing else: a graph merges equal calls.
+    """Quantize as `quantize_and_transpose_delayed`, but return the amax instead: a graph merges equal calls.
 
     Returns:
         (x_fp8, x_fp8_t, scale_inv, amax): amax float32, 0-dim.
@@ -322,11 +324,11 @@ def quantize_measured_planes(
     """
     _check_matrix(x)
     _check_scalar("scale", scale)
-    _check_planes(planes)
-    row_plane, col_plane, scale_inv, amax = _quantize_measured_planes(
-        x, scale, scale_inv, fmt.torch_dtype, fmt.max, planes
+    check_layout(layout)
+    x_fp8, x_fp8_t, scale_inv, amax = _quantize_and_transpose_measured(
+        x, scale, scale_inv, fmt.torch_dtype, fmt.max, layout
     )
-    return (*_named(row_plane, col_plane, planes), scale_inv, amax)
+    return (*_named(x_fp8, x_fp8_t, layout), scale_inv, amax)
 
 
 def quantize_rowwise(x: Tensor, fmt: Float8Format, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Device code of `triton`; the same bits as `reference`.
 
-Four neighbouring elements make one int32 word of FP8 bytes, and all tensors here but those of planes are tensors of
-words: so every thread loads and stores 16 bytes at a time. Planes are transposed as `ops/_tiles.py` says.
+Four neighbouring elements make one int32 word of FP8 bytes, and all tensors here but those that are transposed are
+tensors of words: so every thread loads and stores 16 bytes at a time. `ops/_tiles.py` says how tiles are transposed.
 
 Nothing is fused (`enable_fp_fusion=False`), quotients are correctly rounded, subnormals are kept. Magnitudes are
 compared as integers: the bits of an infinity are above those of every number, a NaN's above those of an infinity.
@@ -230,17 +230,17 @@ def _column_scales(amax_cols, scale_inv, col, num_cols, first_row, IS_E4M3: tl.c
 
 
 @triton.jit
-def planes_kernel(
-    x, row_plane, col_plane, scale, partials, num_partials, amax_cols, fold, scale_inv, amax_local, num_rows, num_cols,
-    MODE: tl.constexpr, RECORD: tl.constexpr, ROW_PLANE: tl.constexpr, HAS_FOLD: tl.constexpr, IS_E4M3: tl.constexpr,
+def quantize_and_transpose_kernel(
+    x, x_fp8, x_fp8_t, scale, partials, num_partials, amax_cols, fold, scale_inv, amax_local, num_rows, num_cols,
+    MODE: tl.constexpr, RECORD: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_FOLD: tl.constexpr, IS_E4M3: tl.constexpr,
     QUARTER: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr, ONCE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Quantize into the transpose, and the plain layout if ROW_PLANE; a program for a tile (ops/_tiles.py).
+    """Quantize into the transpose, and the plain layout if HAS_ROWS; a program for a tile (ops/_tiles.py).
 
     Args: as `quantize_kernel`, and
         amax_cols: int32 [num_cols], bits of the amaxes; mode COLUMNS, which stores all of scale_inv [num_cols].
         fold: float32 [num_rows], multiplied in first, if HAS_FOLD.
-        WORDS: col_plane is int32, not uint8.
+        WORDS: x_fp8_t is int32, not uint8.
         ONCE: what is read makes room in the L2 cache first.
     """
     # Backwards by columns: what was read last for their amaxes is still in the L2 cache.
@@ -266,14 +266,14 @@ def planes_kernel(
         x2 *= tl.load(fold + rows + 2, rows + 2 < left, 0.0)[:, None]
         x3 *= tl.load(fold + rows + 3, rows + 3 < left, 0.0)[:, None]
     x0, x1, x2, x3 = x0 * factor, x1 * factor, x2 * factor, x3 * factor
-    if ROW_PLANE:
-        row_plane += corner
-        store_rows(row_plane, rows, cols, num_cols, encode_bytes(x0, IS_E4M3, PTX), mask0, EVEN)
-        store_rows(row_plane, rows + 1, cols, num_cols, encode_bytes(x1, IS_E4M3, PTX), mask1, EVEN)
-        store_rows(row_plane, rows + 2, cols, num_cols, encode_bytes(x2, IS_E4M3, PTX), mask2, EVEN)
-        store_rows(row_plane, rows + 3, cols, num_cols, encode_bytes(x3, IS_E4M3, PTX), mask3, EVEN)
+    if HAS_ROWS:
+        x_fp8 += corner
+        store_rows(x_fp8, rows, cols, num_cols, encode_bytes(x0, IS_E4M3, PTX), mask0, EVEN)
+        store_rows(x_fp8, rows + 1, cols, num_cols, encode_bytes(x1, IS_E4M3, PTX), mask1, EVEN)
+        store_rows(x_fp8, rows + 2, cols, num_cols, encode_bytes(x2, IS_E4M3, PTX), mask2, EVEN)
+        store_rows(x_fp8, rows + 3, cols, num_cols, encode_bytes(x3, IS_E4M3, PTX), mask3, EVEN)
     word = encode_four(x0, x1, x2, x3, IS_E4M3, PTX)
-    store_transposed(word, col_plane, first_row, first_col, num_rows, num_cols, EVEN, WORDS)
+    store_transposed(word, x_fp8_t, first_row, first_col, num_rows, num_cols, EVEN, WORDS)
 
 
 @triton.jit

@@ -93,20 +93,20 @@ def record_amax(x: Tensor, amax_local: Tensor) -> None:
     amax_local.copy_(torch.maximum(amax_local, amax(x)))
 
 
-def _planes(x_fp8: Tensor, planes: str) -> tuple[Tensor, Tensor]:
+def _in_layout(x_fp8: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     """Return (plain, transposed), empty where not asked for; neither shares memory with the other."""
     none = x_fp8.new_empty(0)
-    return none if planes == "col" else x_fp8, none if planes == "row" else transpose_reference(x_fp8)
+    return none if layout == "col" else x_fp8, none if layout == "row" else transpose_reference(x_fp8)
 
 
-def quantize_tensorwise_planes(
-    x: Tensor, dtype: torch.dtype, fp8_max: float, planes: str
+def quantize_and_transpose_tensorwise(
+    x: Tensor, dtype: torch.dtype, fp8_max: float, layout: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     x_fp8, scale_inv = quantize_tensorwise(x, dtype, fp8_max)
-    return (*_planes(x_fp8, planes), scale_inv)
+    return (*_in_layout(x_fp8, layout), scale_inv)
 
 
-def quantize_delayed_planes(
+def quantize_and_transpose_delayed(
     x: Tensor,
     scale: Tensor,
     scale_inv: Tensor,
@@ -114,10 +114,10 @@ def quantize_delayed_planes(
     record: bool,
     dtype: torch.dtype,
     fp8_max: float,
-    planes: str,
+    layout: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     x_fp8, scale_inv = quantize_delayed(x, scale, scale_inv, amax_local, record, dtype, fp8_max)
-    return (*_planes(x_fp8, planes), scale_inv)
+    return (*_in_layout(x_fp8, layout), scale_inv)
 
 
 def quantize_rowwise(x: Tensor, fold: Tensor | None, dtype: torch.dtype, fp8_max: float) -> tuple[Tensor, Tensor]:

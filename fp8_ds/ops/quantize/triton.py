@@ -29,7 +29,7 @@ bf16 on their way; one long program on each leaves few maxima for the cast to re
 CAST_WORDS, CAST_WARPS = PROGRAM // 4, 4
 """Launch of a cast without transpose: words and warps of a program."""
 
-PLANES_QUARTER, PLANES_WARPS = 16, 4
+TRANSPOSE_QUARTER, TRANSPOSE_WARPS = 16, 4
 """Launch of a cast with transpose: a quarter of a program's rows (ops/_tiles.py), and its warps."""
 
 COLS_ROWS, COLS_UNROLL, COLS_TILES, COLS_WORDS, COLS_WARPS = 4, 8, 4, 64, 8
@@ -195,11 +195,11 @@ def quantize_tensor_pow2(x: Tensor, dtype: torch.dtype, fp8_max: float) -> tuple
     return x_fp8, scale_inv
 
 
-def _cast_planes(
+def _cast_and_transpose(
     x: Tensor,
     dtype: torch.dtype,
     mode: int,
-    planes: str,
+    layout: str,
     *,
     scale: Tensor | None = None,
     partials: Tensor | None = None,
@@ -208,21 +208,21 @@ def _cast_planes(
     scale_inv: Tensor | None = None,
     amax_local: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch `planes_kernel` once, or `quantize_kernel` where only the plain layout is wanted."""
+    """Launch `quantize_and_transpose_kernel` once, or `quantize_kernel` where only the plain layout is wanted."""
     none = torch.empty(0, dtype=dtype, device=x.device)
-    if planes == "row":
-        row_plane = _cast(x, dtype, mode, scale=scale, partials=partials, scale_inv=scale_inv, amax_local=amax_local)
-        return row_plane, none
+    if layout == "row":
+        x_fp8 = _cast(x, dtype, mode, scale=scale, partials=partials, scale_inv=scale_inv, amax_local=amax_local)
+        return x_fp8, none
     num_rows, num_cols = x.shape
-    has_row_plane = planes == "both"
-    row_plane = torch.empty_like(x, dtype=dtype) if has_row_plane else none
-    col_plane = torch.empty((num_cols, num_rows), dtype=dtype, device=x.device)
-    columns = as_words(col_plane)
+    has_rows = layout == "both"
+    x_fp8 = torch.empty_like(x, dtype=dtype) if has_rows else none
+    x_fp8_t = torch.empty((num_cols, num_rows), dtype=dtype, device=x.device)
+    columns = as_words(x_fp8_t)
     launch(
-        kernel.planes_kernel,
-        num_tiles(num_rows, num_cols, PLANES_QUARTER),
+        kernel.quantize_and_transpose_kernel,
+        num_tiles(num_rows, num_cols, TRANSPOSE_QUARTER),
         x,
-        row_plane.view(torch.uint8),
+        x_fp8.view(torch.uint8),
         columns,
         scale,
         partials,
@@ -235,25 +235,25 @@ def _cast_planes(
         num_cols,
         MODE=mode,
         RECORD=amax_local is not None,
-        ROW_PLANE=has_row_plane,
+        HAS_ROWS=has_rows,
         HAS_FOLD=fold is not None,
         ONCE=mode == kernel.COLUMNS.value and x.numel() * x.element_size() <= COLS_ONCE_BYTES,
-        num_warps=PLANES_WARPS,
-        **tile_options(PLANES_QUARTER, num_rows, num_cols, columns),
+        num_warps=TRANSPOSE_WARPS,
+        **tile_options(TRANSPOSE_QUARTER, num_rows, num_cols, columns),
         **_options(x, dtype),
     )
-    return row_plane, col_plane
+    return x_fp8, x_fp8_t
 
 
-def quantize_tensorwise_planes(
-    x: Tensor, dtype: torch.dtype, fp8_max: float, planes: str
+def quantize_and_transpose_tensorwise(
+    x: Tensor, dtype: torch.dtype, fp8_max: float, layout: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     scale_inv, partials = _scalar(x), _partial_amaxes(x)
-    row_plane, col_plane = _cast_planes(x, dtype, kernel.CURRENT.value, planes, partials=partials, scale_inv=scale_inv)
-    return row_plane, col_plane, scale_inv
+    x_fp8, x_fp8_t = _cast_and_transpose(x, dtype, kernel.CURRENT.value, layout, partials=partials, scale_inv=scale_inv)
+    return x_fp8, x_fp8_t, scale_inv
 
 
-def quantize_delayed_planes(
+def quantize_and_transpose_delayed(
     x: Tensor,
     scale: Tensor,
     scale_inv: Tensor,
@@ -261,14 +261,14 @@ def quantize_delayed_planes(
     record: bool,
     dtype: torch.dtype,
     fp8_max: float,
-    planes: str,
+    layout: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     out_scale_inv = scale_inv.clone()
     recorded = amax_local if record else None
-    row_plane, col_plane = _cast_planes(
-        x, dtype, kernel.DELAYED.value, planes, scale=scale, scale_inv=out_scale_inv, amax_local=recorded
+    x_fp8, x_fp8_t = _cast_and_transpose(
+        x, dtype, kernel.DELAYED.value, layout, scale=scale, scale_inv=out_scale_inv, amax_local=recorded
     )
-    return row_plane, col_plane, out_scale_inv
+    return x_fp8, x_fp8_t, out_scale_inv
 
 
 def quantize_rowwise(x: Tensor, fold: Tensor | None, dtype: torch.dtype, fp8_max: float) -> tuple[Tensor, Tensor]:
@@ -320,7 +320,7 @@ def quantize_colwise_t(x: Tensor, fold: Tensor | None, dtype: torch.dtype, fp8_m
         enable_fp_fusion=False,
     )
     scale_inv = torch.empty((num_cols, 1), dtype=torch.float32, device=x.device)
-    _, col_plane = _cast_planes(
+    _, x_fp8_t = _cast_and_transpose(
         x, dtype, kernel.COLUMNS.value, "col", amax_cols=amax_cols, fold=fold, scale_inv=scale_inv
     )
-    return col_plane, scale_inv
+    return x_fp8_t, scale_inv

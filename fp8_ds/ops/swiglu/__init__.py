@@ -68,8 +68,8 @@ def _fake_backward_and_columns(
     num_rows, num_cols = gate.shape
     dtype, _, grad_dtype, _ = rest[-4:]
     columns, grads = (num_cols if gate_kept is None else 0, num_rows), (num_rows, num_cols)
-    planes = [gate.new_empty(columns, dtype=dtype), *(gate.new_empty(grads, dtype=grad_dtype) for _ in range(2))]
-    return tuple(one for plane in planes for one in (plane, gate.new_empty((), dtype=torch.float32)))
+    fp8s = [gate.new_empty(columns, dtype=dtype), *(gate.new_empty(grads, dtype=grad_dtype) for _ in range(2))]
+    return tuple(one for x_fp8 in fp8s for one in (x_fp8, gate.new_empty((), dtype=torch.float32)))
 
 
 _backward_and_columns = register_pair(

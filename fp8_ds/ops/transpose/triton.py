@@ -1,7 +1,7 @@
 """Transpose through registers: a thread turns a block of 16 x 16 bytes, by 4 x 4, without shared memory.
 
 Bytes are moved as int32 words of four, never as float8 tensors: Triton 3.7.1 corrupts transposes of those.
-`quantize/kernel.py` builds its transposed planes from the same functions.
+`quantize/kernel.py` transposes by the same functions.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

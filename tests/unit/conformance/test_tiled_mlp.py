@@ -23,7 +23,7 @@ from fp8_ds.config import LinearConfig
 from fp8_ds.nn.linear import Fp8Linear
 from fp8_ds.nn.recipe import TensorwiseRecipe
 from fp8_ds.numerics.formats import E4M3, Float8Format
-from fp8_ds.ops.quantize import Planes, quantize
+from fp8_ds.ops.quantize import Layout, quantize
 from fp8_ds.ops.transpose import transpose
 
 HIDDEN, VOCABULARY = 128, 10
@@ -64,7 +64,7 @@ def error_of_tiling(fp8: bool) -> float:
     return relative_l2_error(first_weight_gradient(False, fp8), first_weight_gradient(True, fp8))
 
 
-def one_scale_for_all_tiles(x: Tensor, fmt: Float8Format, planes: Planes) -> tuple[Tensor, Tensor, Tensor]:
+def one_scale_for_all_tiles(x: Tensor, fmt: Float8Format, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
     amax = 4.0 if fmt is E4M3 else 2.0**-6
     assert x.abs().max() <= amax  # or it would saturate, and the comparison would say nothing
     x_fp8 = quantize(x.detach(), torch.tensor(fmt.max / amax), fmt)
@@ -76,5 +76,5 @@ def test_tiles_with_scales_of_their_own_exceed_one_rounding() -> None:
 
 
 def test_tiles_with_one_scale_differ_no_more_than_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8_ds.nn.recipe, "quantize_tensorwise_planes", one_scale_for_all_tiles)
+    monkeypatch.setattr(fp8_ds.nn.recipe, "quantize_and_transpose_tensorwise", one_scale_for_all_tiles)
     assert 0 < error_of_tiling(fp8=True) < 2 * error_of_tiling(fp8=False) < 0.01

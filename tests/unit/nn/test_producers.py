@@ -132,8 +132,8 @@ def test_the_layer_computes_what_the_unfused_one_computes(recipe):
 
 # Of quantising x: unfused q, k and v share one, gate and up one, o and down have their own.
 CASTS = {
-    "tensorwise": ("fp8_ds.quantize_tensorwise_planes", 4, 1),
-    "delayed": ("fp8_ds.quantize_delayed_planes", 4, 1),
+    "tensorwise": ("fp8_ds.quantize_and_transpose_tensorwise", 4, 1),
+    "delayed": ("fp8_ds.quantize_and_transpose_delayed", 4, 1),
     "rowwise": ("fp8_ds.quantize_rowwise", 4 + 7, 1 + 7),  # seven weights without ZeRO
     "rowwise_with_gw_hp": ("fp8_ds.quantize_rowwise", 4 + 7, 1 + 7),
     "blockwise": ("fp8_ds.quantize_blockwise", 4 + 7, 4 + 7),
@@ -166,7 +166,7 @@ class Alias(torch.autograd.Function):
         return grad
 
 
-def test_planes_are_found_through_hooks_that_pass_aliases_on():
+def test_fp8_tensors_are_found_through_hooks_that_pass_aliases_on():
     model, _ = make()
     expected = run(model, inputs(), inputs(seed=1))
     for module in model.modules():
@@ -174,7 +174,7 @@ def test_planes_are_found_through_hooks_that_pass_aliases_on():
         module.register_forward_hook(lambda _, args, out: Alias.apply(out) if isinstance(out, torch.Tensor) else None)
     with Calls() as calls:
         got = run(model, inputs(), inputs(seed=1))
-    assert calls.names["fp8_ds.quantize_tensorwise_planes"] == 1 + 7
+    assert calls.names["fp8_ds.quantize_and_transpose_tensorwise"] == 1 + 7
     for name, value in expected.items():
         assert_bitwise(value, got[name])
 

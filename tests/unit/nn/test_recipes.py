@@ -171,16 +171,16 @@ def test_blockwise_is_what_it_says(one_scale):
     linear, x, grad_output = inputs(family="per_tile")
     module = fp8_of(linear, "blockwise")
     payload = attach_payload(module, "blockwise", one_scale=one_scale)
-    planes, grads = (quantize_blockwise(t, f, (1, 128), "both") for t, f in ((x, E4M3), (grad_output, E4M3)))
+    quantized, grads = (quantize_blockwise(t, f, (1, 128), "both") for t, f in ((x, E4M3), (grad_output, E4M3)))
 
     def leave(data, inv):
         return data.double() * inv.repeat_interleave(128, 1)[:, : data.shape[1]].double()
 
     weight = hp(payload.data, payload.scale_inv)
     expected = (
-        leave(planes.x_fp8, planes.scale_inv) @ weight.t(),
+        leave(quantized.x_fp8, quantized.scale_inv) @ weight.t(),
         leave(grads.x_fp8, grads.scale_inv) @ weight,
-        leave(grads.x_fp8_t, grads.scale_inv_t) @ leave(planes.x_fp8_t, planes.scale_inv_t).t(),
+        leave(grads.x_fp8_t, grads.scale_inv_t) @ leave(quantized.x_fp8_t, quantized.scale_inv_t).t(),
     )
     for ref, value in zip(expected, run(module, x, grad_output), strict=True):
         assert sqnr_db(ref, value) > 110

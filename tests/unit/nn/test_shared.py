@@ -22,7 +22,7 @@ from fp8_ds.nn.shared import SharedInput
 from fp8_ds.scaling.granularity import OF_RECIPE
 from fp8_ds.testing import assert_bitwise
 
-QUANTIZE = "fp8_ds.quantize_tensorwise_planes"
+QUANTIZE = "fp8_ds.quantize_and_transpose_tensorwise"
 MAX_DISPATCHES = 20
 """Of one linear, forward and backward, with its bias; the issue's bound."""
 
@@ -121,7 +121,9 @@ def test_in_a_graph_delayed_layers_quantise_their_common_input_once_and_record_i
     results, counts = [], Counter()
 
     def count(graph, example_inputs):
-        counts.update(str(node.target) for node in graph.graph.nodes if "quantize_measured" in str(node.target))
+        counts.update(
+            str(node.target) for node in graph.graph.nodes if "quantize_and_transpose_measured" in str(node.target)
+        )
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(fw_compiler=count, partition_fn=min_cut_rematerialization_partition)
@@ -191,15 +193,15 @@ def test_in_a_graph_layers_go_by_good_scales_though_the_first_of_them_is_not_cal
     assert_bitwise(*outputs)
 
 
-def test_layers_keep_one_plane_of_their_common_input_for_backward():
+def test_layers_keep_one_layout_of_their_common_input_for_backward():
     linears = layers(3, SharedInput())
     x = computed(16, 32)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         [linear(x) for linear in linears]
-    planes = [t for t in kept if t.dtype == torch.float8_e4m3fn]
-    assert len(planes) == 3 and {t.data_ptr() for t in planes} == {planes[0].data_ptr()}
-    assert planes[0].shape == (32, 16)
+    quantized = [t for t in kept if t.dtype == torch.float8_e4m3fn]
+    assert len(quantized) == 3 and {t.data_ptr() for t in quantized} == {quantized[0].data_ptr()}
+    assert quantized[0].shape == (32, 16)
 
 
 def test_a_tensor_written_in_place_is_quantised_again():
@@ -247,7 +249,7 @@ def test_a_write_through_an_alias_is_seen():
     assert_bitwise(second(x), layers(2, None)[1](x))
 
 
-def test_planes_live_as_long_as_any_alias():
+def test_fp8_tensors_live_as_long_as_any_alias():
     shared = SharedInput()
     (linear,) = layers(1, shared)
     x = computed(16, 32)
@@ -256,9 +258,9 @@ def test_planes_live_as_long_as_any_alias():
     gc.disable()
     try:
         del x
-        assert shared._planes is not None
+        assert shared._quantized is not None
         del alias
-        assert shared._planes is None
+        assert shared._quantized is None
     finally:
         gc.enable()
 
@@ -279,7 +281,7 @@ def test_memory_that_is_used_again_is_another_tensor():
     assert_bitwise(second(y), plain(y))
 
 
-def test_a_layer_that_trains_after_a_frozen_one_gets_its_plane():
+def test_a_layer_that_trains_after_a_frozen_one_gets_its_layout():
     frozen, trained = layers(2, SharedInput())
     frozen.weight.requires_grad_(False)
     x = torch.randn(16, 32).bfloat16().requires_grad_()
@@ -290,16 +292,16 @@ def test_a_layer_that_trains_after_a_frozen_one_gets_its_plane():
     assert_bitwise(trained.weight.grad, plain[1].weight.grad)
 
 
-def test_planes_are_freed_with_the_tensor_they_were_made_of():
+def test_fp8_tensors_are_freed_with_the_tensor_they_were_made_of():
     shared = SharedInput()
     (linear,) = layers(1, shared)
     x = computed(16, 32)
     linear(x)
-    plane = weakref.ref(shared._planes.rows)
+    rows = weakref.ref(shared._quantized.rows)
     gc.disable()
     try:
         del x
-        assert plane() is None and shared._planes is None
+        assert rows() is None and shared._quantized is None
     finally:
         gc.enable()
 
@@ -361,7 +363,7 @@ class Probing(nn.Module):
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])  # others keep nothing of it for backward anyway
-def test_planes_made_in_inference_mode_are_kept_for_no_backward(recipe):
+def test_fp8_tensors_made_in_inference_mode_are_kept_for_no_backward(recipe):
     torch.manual_seed(0)
     model, config = Probing().bfloat16(), LinearConfig(recipe=recipe)
     apply_plan(model, make_plan(model, config), config, "cpu")
@@ -380,7 +382,7 @@ def test_what_is_offered_in_inference_mode_is_not_remembered():
     (linear,) = layers(1, shared)
     with torch.inference_mode():
         shared.offer(x, linear.fp8_recipe._quantize_input(x, False, False))
-    assert shared._planes is None
+    assert shared._quantized is None
 
 
 def test_copies_and_pickles_of_a_model_start_with_nothing_remembered():

@@ -168,8 +168,8 @@ def test_kept_in_fp8_the_output_is_the_same_and_gradients_are_within_its_error(r
 
 
 OPS = {
-    "tensorwise": {"quantize_tensorwise_planes": 1, "swiglu_backward_and_columns": 1, "transpose": 2 + 3},
-    "delayed": {"quantize_delayed_planes": 1, "swiglu_backward_and_columns": 1, "transpose": 2 + 3},
+    "tensorwise": {"quantize_and_transpose_tensorwise": 1, "swiglu_backward_and_columns": 1, "transpose": 2 + 3},
+    "delayed": {"quantize_and_transpose_delayed": 1, "swiglu_backward_and_columns": 1, "transpose": 2 + 3},
     "rowwise": {"quantize_rowwise": 3, "quantize_colwise_t": 3, "swiglu": 1, "swiglu_backward": 1, "transpose": 1 + 3},
     "rowwise_with_gw_hp": {"quantize_rowwise": 3, "swiglu": 1, "swiglu_backward": 1, "transpose": 3},
     "blockwise": {"quantize_blockwise": 4, "swiglu": 1, "swiglu_backward": 1, "transpose": 3},
@@ -298,12 +298,12 @@ def expected_kept(recipe, nonlinear):
 
 @pytest.mark.parametrize("nonlinear", ["bf16", "fp8"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_kept_are_one_plane_of_the_input_and_gate_and_up(recipe, nonlinear):
+def test_kept_are_one_layout_of_the_input_and_gate_and_up(recipe, nonlinear):
     assert_kept(kept_by(make(recipe, nonlinear)[0]), recipe, nonlinear)
 
 
 @pytest.mark.parametrize(("recipe", "nonlinear"), OF_A_GRAPH)
-def test_kept_by_a_graph_are_one_plane_of_the_input_and_gate_and_up(recipe, nonlinear):
+def test_kept_by_a_graph_are_one_layout_of_the_input_and_gate_and_up(recipe, nonlinear):
     assert_kept(kept_by_graph(make(recipe, nonlinear)[0]), recipe, nonlinear)
 
 
@@ -449,7 +449,7 @@ def test_compiled_delayed_scaling_compiles_twice_over_many_steps():
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_a_graph_casts_the_input_once_and_makes_the_product_again_in_its_backward(recipe):
     forward, backward = map(ops_of, graphs_of(make(recipe)[0]))
-    assert forward[f"quantize_{recipe}_planes"] == backward[f"quantize_{recipe}_planes"] == 1
+    assert forward[f"quantize_and_transpose_{recipe}"] == backward[f"quantize_and_transpose_{recipe}"] == 1
     assert forward["swiglu"] == backward["swiglu_backward_and_columns"] == 1
     assert backward["swiglu_columns"] == backward["swiglu_backward_to_fp8"] == backward["swiglu"] == 0
 
@@ -540,7 +540,7 @@ def test_an_input_that_the_norm_has_quantised_is_not_quantised_again():
     recipe.quantize_input(x, needs_columns=True, record=True)
     with Calls() as calls:
         mlp(x)
-    assert calls.names["quantize_tensorwise_planes"] == 0
+    assert calls.names["quantize_and_transpose_tensorwise"] == 0
 
 
 @pytest.mark.parametrize("shape", [(WIDTH,), (1, WIDTH), (2, 3, 5, WIDTH), (0, WIDTH)], ids=str)

@@ -12,7 +12,7 @@ from fp8_ds.testing import assert_bitwise
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, of NaN
 
 FORMATS = [E4M3, E5M2]
-PLANES = [(True, False), (False, True), (True, True)]
+LAYOUTS = [(True, False), (False, True), (True, True)]
 EDGES = [0.0, -0.0, 2.0**-149, -(2.0**-130), 3e38, -1e-20, float("nan"), float("inf"), float("-inf")]
 ODD_NAN = torch.tensor(0x7FE1, dtype=torch.int16).view(torch.bfloat16)
 """With a payload: an amax is the plain NaN whichever NaN its block holds."""
@@ -29,22 +29,22 @@ def assert_same(expected, got):
         assert_bitwise(a, b)
 
 
-def quantize_both(x, fmt, block_rows, planes):
-    arguments = (x, fmt.dtype, fmt.max, block_rows, *planes)
+def quantize_both(x, fmt, block_rows, layout):
+    arguments = (x, fmt.dtype, fmt.max, block_rows, *layout)
     assert_same(reference.quantize_blockwise(*arguments), triton.quantize_blockwise(*arguments))
 
 
 @pytest.mark.parametrize("block_rows", [1, 128])
 @pytest.mark.parametrize("fmt", FORMATS, ids=["e4m3", "e5m2"])
-def test_planes_equal_the_reference_bitwise(fmt, block_rows):
+def test_layouts_equal_the_reference_bitwise(fmt, block_rows):
     x = many_scales("per_tile", 128, 128).bfloat16()
-    for planes in PLANES:
-        quantize_both(x, fmt, block_rows, planes)
+    for layout in LAYOUTS:
+        quantize_both(x, fmt, block_rows, layout)
 
 
 @pytest.mark.parametrize("block_rows", [1, 128])
 @pytest.mark.parametrize("shape", [(1, 1), (144, 129), (150, 16)])
-def test_ragged_planes_equal_the_reference_bitwise(shape, block_rows):
+def test_ragged_layouts_equal_the_reference_bitwise(shape, block_rows):
     quantize_both(many_scales("per_tile", *shape), E4M3, block_rows, (True, True))
     quantize_both(many_scales("per_row", *shape).bfloat16(), E5M2, block_rows, (True, False))
 

@@ -41,11 +41,11 @@ def test_scale_is_the_largest_power_of_two_that_does_not_overflow(fmt):
     powers = [2.0**e for e in (-149, -130, -126, -118, -111, -20, 0, 1, 7, 8, 9, 15, 16, 100, 127)]
     amaxes = [power * factor for power in powers for factor in (1, 1.5, 1.75, math.nextafter(1.75, 2), 1.999)]
     x = torch.tensor(amaxes)[:, None].repeat(1, 128) * torch.tensor([-1.0] + [0.25] * 127)
-    planes = quantize_blockwise(x, fmt, ROWS, "row")
+    quantized = quantize_blockwise(x, fmt, ROWS, "row")
     measured = x[:, 0].abs().tolist()
     expected = torch.tensor([[largest_power_of_two(amax, fmt.max)] for amax in measured])
-    assert_bitwise(planes.scale_inv, expected.reciprocal())
-    assert_bitwise(planes.x_fp8, quantize(x, expected, fmt))
+    assert_bitwise(quantized.scale_inv, expected.reciprocal())
+    assert_bitwise(quantized.x_fp8, quantize(x, expected, fmt))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -59,20 +59,20 @@ def test_the_whole_upper_octave_is_used(fmt):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_block_is_quantized_as_if_it_were_alone(shape, block):
     x = many_scales("per_tile", *shape).bfloat16()
-    planes = quantize_blockwise(x, E4M3, block, "row")
-    assert planes.x_fp8.shape == shape and planes.x_fp8.is_contiguous()
-    assert planes.scale_inv.shape == (-(-shape[0] // block[0]), num_blocks(shape[1]))
-    for i in range(planes.scale_inv.shape[0]):
-        for j in range(planes.scale_inv.shape[1]):
+    quantized = quantize_blockwise(x, E4M3, block, "row")
+    assert quantized.x_fp8.shape == shape and quantized.x_fp8.is_contiguous()
+    assert quantized.scale_inv.shape == (-(-shape[0] // block[0]), num_blocks(shape[1]))
+    for i in range(quantized.scale_inv.shape[0]):
+        for j in range(quantized.scale_inv.shape[1]):
             part = (slice(i * block[0], (i + 1) * block[0]), slice(j * 128, (j + 1) * 128))
             expected = 1 / largest_power_of_two(x[part].abs().max().item(), E4M3.max)
-            assert planes.scale_inv[i, j] == expected
-            assert_bitwise(planes.x_fp8[part], quantize(x[part], torch.tensor(1 / expected), E4M3))
+            assert quantized.scale_inv[i, j] == expected
+            assert_bitwise(quantized.x_fp8[part], quantize(x[part], torch.tensor(1 / expected), E4M3))
 
 
 @pytest.mark.parametrize("block", [ROWS, SQUARES])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_col_is_the_row_plane_of_the_transpose(block, dtype):
+def test_col_is_the_row_of_the_transpose(block, dtype):
     x = many_scales("per_column", 130, 300).to(dtype)
     both, col = quantize_blockwise(x, E5M2, block, "both"), quantize_blockwise(x, E5M2, block, "col")
     row, of_transpose = quantize_blockwise(x, E5M2, block, "row"), quantize_blockwise(x.t(), E5M2, block, "row")
@@ -88,10 +88,10 @@ def test_col_is_the_row_plane_of_the_transpose(block, dtype):
 
 @pytest.mark.parametrize("shape", [(130, 257), (5, 100), (1, 1)])
 def test_scales_of_row_blocks_lie_as_cublaslt_reads_them(shape):
-    planes = quantize_blockwise(torch.ones(shape), E4M3, ROWS, "both")
-    assert planes.scale_inv.stride() == (1, shape[0]) and planes.scale_inv_t.stride() == (1, shape[1])
-    planes = quantize_blockwise(torch.ones(shape), E4M3, SQUARES, "both")
-    assert planes.scale_inv.is_contiguous() and planes.scale_inv_t.is_contiguous()
+    quantized = quantize_blockwise(torch.ones(shape), E4M3, ROWS, "both")
+    assert quantized.scale_inv.stride() == (1, shape[0]) and quantized.scale_inv_t.stride() == (1, shape[1])
+    quantized = quantize_blockwise(torch.ones(shape), E4M3, SQUARES, "both")
+    assert quantized.scale_inv.is_contiguous() and quantized.scale_inv_t.is_contiguous()
 
 
 @pytest.mark.parametrize("block", [ROWS, SQUARES])
@@ -100,9 +100,9 @@ def test_scales_of_row_blocks_lie_as_cublaslt_reads_them(shape):
 def test_ranges_that_differ_from_row_to_row_keep_the_precision_of_a_block(family, fmt, bound, block):
     # Uniform relative rounding with M mantissa bits: about 6.02 M + 13.5 dB, wherever the range of a block fits.
     x = many_scales(family, 256, 512)
-    planes = quantize_blockwise(x, fmt, block, "both")
-    assert sqnr_db(x, dequantize(planes.x_fp8, planes.scale_inv, block)) >= bound
-    assert sqnr_db(x.t(), dequantize(planes.x_fp8_t, planes.scale_inv_t, block)) >= bound
+    quantized = quantize_blockwise(x, fmt, block, "both")
+    assert sqnr_db(x, dequantize(quantized.x_fp8, quantized.scale_inv, block)) >= bound
+    assert sqnr_db(x.t(), dequantize(quantized.x_fp8_t, quantized.scale_inv_t, block)) >= bound
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -111,10 +111,10 @@ def test_ranges_that_differ_from_row_to_row_keep_the_precision_of_a_block(family
 def test_a_non_finite_value_poisons_its_block_and_no_other(bad, block, fmt):
     x = torch.ones(256, 256)
     x[130, 5] = bad
-    planes = quantize_blockwise(x, fmt, block, "both")
-    for scale_inv, at in ((planes.scale_inv, (130 // block[0], 0)), (planes.scale_inv_t, (5 // block[0], 1))):
+    quantized = quantize_blockwise(x, fmt, block, "both")
+    for scale_inv, at in ((quantized.scale_inv, (130 // block[0], 0)), (quantized.scale_inv_t, (5 // block[0], 1))):
         assert scale_inv[at].isnan() and scale_inv.isnan().sum() == 1
-    code = planes.x_fp8[130, 5].float()
+    code = quantized.x_fp8[130, 5].float()
     assert code.isnan() if math.isnan(bad) else code == math.copysign(fmt.max, bad)
 
 
@@ -123,24 +123,24 @@ def test_a_non_finite_value_poisons_its_block_and_no_other(bad, block, fmt):
 @pytest.mark.parametrize("value", [0.0, -0.0, 2.0**-149, 1e-39, -3e38])
 def test_extreme_blocks_come_back_finite_with_normal_scales(value, fmt, block):
     x = torch.full((3, 130), value)
-    planes = quantize_blockwise(x, fmt, block, "row")
-    assert (planes.scale_inv >= 2.0**-126).all() and (planes.scale_inv.reciprocal() >= 2.0**-126).all()
+    quantized = quantize_blockwise(x, fmt, block, "row")
+    assert (quantized.scale_inv >= 2.0**-126).all() and (quantized.scale_inv.reciprocal() >= 2.0**-126).all()
     if value == 0:
-        assert (planes.scale_inv == 1).all()
-    back = dequantize(planes.x_fp8, planes.scale_inv, block)
+        assert (quantized.scale_inv == 1).all()
+    back = dequantize(quantized.x_fp8, quantized.scale_inv, block)
     torch.testing.assert_close(back, x, rtol=0.13, atol=2.0**-126 * fmt.smallest_subnormal)
     assert torch.equal(torch.signbit(back), torch.signbit(x))
 
 
 @pytest.mark.parametrize("shape", [(0, 256), (256, 0), (0, 0)])
 @pytest.mark.parametrize("block", [ROWS, SQUARES])
-def test_empty_matrices_have_empty_planes(shape, block):
-    planes = quantize_blockwise(torch.empty(shape), E4M3, block, "both")
-    assert planes.x_fp8.shape == shape and planes.x_fp8_t.shape == shape[::-1]
-    assert planes.scale_inv.shape == (-(-shape[0] // block[0]), num_blocks(shape[1]))
+def test_empty_matrices_have_empty_results(shape, block):
+    quantized = quantize_blockwise(torch.empty(shape), E4M3, block, "both")
+    assert quantized.x_fp8.shape == shape and quantized.x_fp8_t.shape == shape[::-1]
+    assert quantized.scale_inv.shape == (-(-shape[0] // block[0]), num_blocks(shape[1]))
     if block == ROWS:
-        x_fp8_t, scale_inv_t = transpose_blockwise(planes.x_fp8, planes.scale_inv)
-        assert x_fp8_t.shape == shape[::-1] and scale_inv_t.shape == planes.scale_inv_t.shape
+        x_fp8_t, scale_inv_t = transpose_blockwise(quantized.x_fp8, quantized.scale_inv)
+        assert x_fp8_t.shape == shape[::-1] and scale_inv_t.shape == quantized.scale_inv_t.shape
 
 
 def test_transpose_of_blocks_with_one_range_loses_only_what_becomes_subnormal():
@@ -170,10 +170,10 @@ TRANSPOSE_DB = {
 def test_transposed_codes_are_as_close_to_x_as_its_own_transpose_but_for_small_columns(family):
     plain = torch.randn(1024, 512, generator=torch.Generator().manual_seed(0))
     x = plain if family == "plain" else many_scales(family, 1024, 512)
-    planes = quantize_blockwise(x, E4M3, ROWS, "both")
-    x_fp8_t, scale_inv_t = transpose_blockwise(planes.x_fp8, planes.scale_inv)
+    quantized = quantize_blockwise(x, E4M3, ROWS, "both")
+    x_fp8_t, scale_inv_t = transpose_blockwise(quantized.x_fp8, quantized.scale_inv)
     from_codes = dequantize(x_fp8_t, scale_inv_t, ROWS)
-    from_x = dequantize(planes.x_fp8_t, planes.scale_inv_t, ROWS)
+    from_x = dequantize(quantized.x_fp8_t, quantized.scale_inv_t, ROWS)
     whole = [sqnr_db(x.t(), got) for got in (from_codes, from_x)]
     worst = [min(map(sqnr_db, x.t(), got)) for got in (from_codes, from_x)]
     assert whole + worst == pytest.approx(TRANSPOSE_DB[family], abs=0.1)
@@ -249,7 +249,7 @@ def test_wrong_arguments_are_refused():
         quantize_blockwise(x, E4M4, ROWS, "row")
     with pytest.raises(ValueError, match=r"got \(128, 1\)"):
         quantize_blockwise(x, E4M3, (128, 1), "row")
-    with pytest.raises(ValueError, match="planes: expected"):
+    with pytest.raises(ValueError, match="layout: expected"):
         quantize_blockwise(x, E4M3, ROWS, "rows")
     with pytest.raises(ValueError, match="float64"):
         quantize_blockwise(x.double(), E4M3, ROWS, "row")
@@ -276,8 +276,8 @@ def test_ops_pass_opcheck_and_compile_without_a_break(shape):
     torch.library.opcheck(ops.transpose_blockwise.default, args, test_utils="test_faketensor")
 
     def step(x):
-        planes = quantize_blockwise(x, E4M3, ROWS, "row")
-        return transpose_blockwise(planes.x_fp8, planes.scale_inv)
+        quantized = quantize_blockwise(x, E4M3, ROWS, "row")
+        return transpose_blockwise(quantized.x_fp8, quantized.scale_inv)
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for got, expected in zip(compiled(x), step(x), strict=True):

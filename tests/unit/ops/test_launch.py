@@ -170,8 +170,10 @@ def ops() -> dict[str, Callable[[], Any]]:
     weight, columns = x_fp8.view(2, 32, 128), x_fp8.view(32, 256)
     return {
         "transpose": lambda: transpose.transpose(x_fp8),
-        "tensorwise": lambda: quantize.quantize_tensorwise_planes(x, torch.float8_e4m3fn, 448.0, "both"),
-        "delayed": lambda: quantize.quantize_delayed_planes(x, *scalars, True, torch.float8_e5m2, 57344.0, "row"),
+        "tensorwise": lambda: quantize.quantize_and_transpose_tensorwise(x, torch.float8_e4m3fn, 448.0, "both"),
+        "delayed": lambda: quantize.quantize_and_transpose_delayed(
+            x, *scalars, True, torch.float8_e5m2, 57344.0, "row"
+        ),
         "grouped_rows": lambda: grouped.rows_by_matrices(x_fp8, weight, ends, *scales, torch.bfloat16, True),
         "grouped_columns": lambda: grouped.columns(x_fp8, ends),
         "grouped_matrices": lambda: grouped.columns_by_columns(columns, columns, ends, *scales, torch.float32, False),

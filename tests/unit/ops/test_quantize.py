@@ -8,7 +8,7 @@ from support import MANY_SCALES, many_scales
 
 from fp8_ds.numerics.formats import E4M3, E4M4, E5M2
 from fp8_ds.numerics.scale import scale_from_amax
-from fp8_ds.ops.quantize import quantize, quantize_delayed_planes, quantize_tensorwise, record_amax
+from fp8_ds.ops.quantize import quantize, quantize_and_transpose_delayed, quantize_tensorwise, record_amax
 from fp8_ds.ops.quantize.reference import amax
 from fp8_ds.testing import assert_bitwise, sqnr_db
 
@@ -138,7 +138,7 @@ def test_delayed_uses_the_given_scale_and_records_only_when_told(record):
     vector = torch.tensor([9.0, 0.25, 9.0])
     x = torch.tensor([[-0.5, 0.1, 500.0]])
     scale, scale_inv = torch.tensor(2.0), torch.tensor(0.5)
-    x_fp8, _, got_inv = quantize_delayed_planes(x, scale, scale_inv, vector[1], E4M3, "row", record=record)
+    x_fp8, _, got_inv = quantize_and_transpose_delayed(x, scale, scale_inv, vector[1], E4M3, "row", record=record)
     assert_bitwise(x_fp8, quantize(x, scale, E4M3))
     assert got_inv == 0.5 and got_inv.data_ptr() != scale_inv.data_ptr()
     assert vector.tolist() == [9.0, 500.0 if record else 0.25, 9.0]
@@ -146,7 +146,7 @@ def test_delayed_uses_the_given_scale_and_records_only_when_told(record):
 
 def test_delayed_keeps_a_larger_recorded_amax():
     slot = torch.tensor(700.0)
-    quantize_delayed_planes(torch.ones(1, 3), ONE, ONE, slot, E4M3, "row", record=True)
+    quantize_and_transpose_delayed(torch.ones(1, 3), ONE, ONE, slot, E4M3, "row", record=True)
     record_amax(torch.full((2,), 600.0), slot)
     assert slot == 700.0
     record_amax(torch.full((2,), -800.0), slot)
@@ -158,7 +158,7 @@ def test_delayed_keeps_a_larger_recorded_amax():
 def test_delayed_does_not_hide_a_non_finite_input(bad, record):
     slot = torch.tensor(1.0)
     x = torch.tensor([[1.0, bad]])
-    x_fp8, _, scale_inv = quantize_delayed_planes(x, ONE, ONE, slot, E4M3, "row", record=record)
+    x_fp8, _, scale_inv = quantize_and_transpose_delayed(x, ONE, ONE, slot, E4M3, "row", record=record)
     assert (x_fp8.float() * scale_inv).isnan().all()
     assert bool(slot.isfinite()) is not record
 

@@ -1,4 +1,4 @@
-"""Many parts cast at once: the bytes of each by itself. The kernel against the reference: planes_interpreted.py."""
+"""Many parts cast at once: the bytes of each by itself. The kernel against the reference: quantize_interpreted.py."""
 
 import pytest
 import torch

@@ -5,7 +5,7 @@ import torch
 from support.producers import SCALINGS, assert_same, assert_within_steps, make_rows, make_scaling, make_slot
 
 from fp8_ds.numerics.formats import E4M3, E4M4, E5M2
-from fp8_ds.ops.quantize import quantize, quantize_delayed_planes, quantize_tensorwise
+from fp8_ds.ops.quantize import quantize, quantize_and_transpose_delayed, quantize_tensorwise
 from fp8_ds.ops.rmsnorm import reference, rmsnorm, rmsnorm_backward
 from fp8_ds.testing import sqnr_db
 
@@ -52,7 +52,7 @@ def test_fp8_is_the_quantised_bf16(fmt):
     slot, other = make_slot(), make_slot()
     output, _ = rmsnorm(X, WEIGHT, EPS, fmt, slot)
     scales = other.scale, other.scale_inv, other.amax_local
-    x_fp8, _, scale_inv = quantize_delayed_planes(hp, *scales, fmt, "row", record=True)
+    x_fp8, _, scale_inv = quantize_and_transpose_delayed(hp, *scales, fmt, "row", record=True)
     assert_same(x_fp8, output.x_fp8)
     assert_same(scale_inv, output.scale_inv)
     assert slot.amax_local == other.amax_local == hp.abs().max()

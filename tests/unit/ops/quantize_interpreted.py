@@ -162,19 +162,19 @@ def test_delayed_equals_reference_with_and_without_a_broken_element(bad, record)
     for start in (0.25, 1e30):
         slots = torch.full((3,), start), torch.full((3,), start)
         expected, got = (
-            module.quantize_delayed_planes(x, SCALE, 1 / SCALE, slot[1], record, E4M3.dtype, E4M3.max, "row")
+            module.quantize_and_transpose_delayed(x, SCALE, 1 / SCALE, slot[1], record, E4M3.dtype, E4M3.max, "row")
             for module, slot in zip((reference, triton), slots, strict=True)
         )
         assert_equal(expected, got)
         torch.testing.assert_close(slots[0], slots[1], rtol=0, atol=0, equal_nan=True)
 
 
-def test_delayed_planes_equal_reference():
+def test_delayed_layouts_equal_reference():
     x = matrix(5, 16)
     x[4, 7] = INF
     slots = torch.tensor(0.25), torch.tensor(0.25)
     expected, got = (
-        module.quantize_delayed_planes(x, SCALE, 1 / SCALE, slot, True, E5M2.dtype, E5M2.max, "col")
+        module.quantize_and_transpose_delayed(x, SCALE, 1 / SCALE, slot, True, E5M2.dtype, E5M2.max, "col")
         for module, slot in zip((reference, triton), slots, strict=True)
     )
     assert_equal(expected, got)
@@ -190,7 +190,7 @@ def test_record_amax_keeps_a_larger_one_and_a_nan():
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "planes"),
+    ("shape", "dtype", "layout"),
     [
         ((80, 16), BF16, "both"),  # two programs, all vectors whole
         ((16, 80), FP16, "col"),  # two programs, side by side
@@ -200,22 +200,24 @@ def test_record_amax_keeps_a_larger_one_and_a_nan():
         ((16, 9), FP16, "col"),  # the reverse
     ],
 )
-def test_planes_equal_reference(shape, dtype, planes):
-    fmt = E5M2 if planes == "col" else E4M3
+def test_layouts_equal_reference(shape, dtype, layout):
+    fmt = E5M2 if layout == "col" else E4M3
     slots = torch.zeros(()), torch.zeros(())
     expected, got = (
-        module.quantize_delayed_planes(matrix(*shape, dtype), SCALE, 1 / SCALE, slot, True, fmt.dtype, fmt.max, planes)
+        module.quantize_and_transpose_delayed(
+            matrix(*shape, dtype), SCALE, 1 / SCALE, slot, True, fmt.dtype, fmt.max, layout
+        )
         for module, slot in zip((reference, triton), slots, strict=True)
     )
     assert_equal(expected, got)
     assert_bitwise(*slots)
 
 
-@pytest.mark.parametrize(("planes", "bad"), [("row", 0.0), ("col", INF), ("both", 0.0)])
-def test_tensorwise_planes_equal_reference(planes, bad):
+@pytest.mark.parametrize(("layout", "bad"), [("row", 0.0), ("col", INF), ("both", 0.0)])
+def test_tensorwise_layouts_equal_reference(layout, bad):
     x = matrix(17, 48)
     x[3, 4] = bad
-    assert_equal(*both("quantize_tensorwise_planes", x, E4M3.dtype, E4M3.max, planes))
+    assert_equal(*both("quantize_and_transpose_tensorwise", x, E4M3.dtype, E4M3.max, layout))
 
 
 @pytest.mark.parametrize("with_fold", [False, True])

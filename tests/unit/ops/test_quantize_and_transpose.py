@@ -1,4 +1,4 @@
-"""Casts in two layouts and by scales of rows and columns; planes_interpreted.py runs the kernels."""
+"""Casts in two layouts and by scales of rows and columns; quantize_interpreted.py runs the kernels."""
 
 import pytest
 import torch
@@ -6,14 +6,14 @@ from support import MANY_SCALES, many_scales
 
 from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.ops.quantize import (
-    PLANES,
+    LAYOUTS,
     quantize,
+    quantize_and_transpose_delayed,
+    quantize_and_transpose_measured,
+    quantize_and_transpose_tensorwise,
     quantize_colwise_t,
-    quantize_delayed_planes,
-    quantize_measured_planes,
     quantize_rowwise,
     quantize_tensorwise,
-    quantize_tensorwise_planes,
 )
 from fp8_ds.testing import assert_bitwise, sqnr_db
 
@@ -24,23 +24,25 @@ SCALE = torch.tensor(2.5)
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("shape", [(1, 1), (1, 8), (37, 53)])
-def test_planes_are_quantize_and_its_transpose_in_memory_of_their_own(shape, fmt):
+def test_results_are_quantize_and_its_transpose_in_memory_of_their_own(shape, fmt):
     x = many_scales("per_tile", *shape).bfloat16()
     expected = quantize(x, SCALE, fmt)
-    row, col, _, _ = quantize_measured_planes(x, SCALE, 1 / SCALE, fmt, "both")
+    row, col, _, _ = quantize_and_transpose_measured(x, SCALE, 1 / SCALE, fmt, "both")
     assert_bitwise(row, expected)
     assert_bitwise(col, expected.t().contiguous())
     assert row.is_contiguous() and col.is_contiguous() and row.data_ptr() != col.data_ptr()
 
 
-def test_planes_that_are_not_asked_for_are_none():
+def test_layouts_that_are_not_asked_for_are_none():
     x = torch.randn(3, 4)
     made = {
-        "measured": {planes: quantize_measured_planes(x, SCALE, 1 / SCALE, E4M3, planes)[:2] for planes in PLANES},
-        "tensorwise": {planes: quantize_tensorwise_planes(x, E4M3, planes)[:2] for planes in PLANES},
+        "measured": {
+            layout: quantize_and_transpose_measured(x, SCALE, 1 / SCALE, E4M3, layout)[:2] for layout in LAYOUTS
+        },
+        "tensorwise": {layout: quantize_and_transpose_tensorwise(x, E4M3, layout)[:2] for layout in LAYOUTS},
     }
     for results in made.values():
-        assert {planes: [plane is None for plane in result] for planes, result in results.items()} == {
+        assert {layout: [x_fp8 is None for x_fp8 in result] for layout, result in results.items()} == {
             "row": [False, True],
             "col": [True, False],
             "both": [False, False],
@@ -48,23 +50,23 @@ def test_planes_that_are_not_asked_for_are_none():
 
 
 @pytest.mark.parametrize("bad", [0.0, NAN, INF])
-def test_tensorwise_and_delayed_planes_are_those_of_the_plain_functions(bad):
+def test_tensorwise_and_delayed_layouts_are_those_of_the_plain_functions(bad):
     x = many_scales("outlier_channel", 9, 21)
     x[5, 6] = bad
     x_fp8, scale_inv = quantize_tensorwise(x, E5M2)
-    row, col, planes_scale_inv = quantize_tensorwise_planes(x, E5M2, "both")
-    for got, expected in ((row, x_fp8), (col.t().contiguous(), x_fp8), (planes_scale_inv, scale_inv)):
+    row, col, found_scale_inv = quantize_and_transpose_tensorwise(x, E5M2, "both")
+    for got, expected in ((row, x_fp8), (col.t().contiguous(), x_fp8), (found_scale_inv, scale_inv)):
         assert_bitwise(got, expected)
 
     slot = torch.tensor(1.0)
-    _, col, planes_scale_inv = quantize_delayed_planes(x, SCALE, 1 / SCALE, slot, E4M3, "col", record=True)
+    _, col, found_scale_inv = quantize_and_transpose_delayed(x, SCALE, 1 / SCALE, slot, E4M3, "col", record=True)
     assert_bitwise(col.t().contiguous(), quantize(x, SCALE, E4M3))
     before = slot.clone()
-    *measured, amax = quantize_measured_planes(x, SCALE, 1 / SCALE, E4M3, "col")
+    *measured, amax = quantize_and_transpose_measured(x, SCALE, 1 / SCALE, E4M3, "col")
     assert measured[0] is None
-    for a, b in zip((*measured[1:], amax), (col, planes_scale_inv, slot), strict=True):
+    for a, b in zip((*measured[1:], amax), (col, found_scale_inv, slot), strict=True):
         assert_bitwise(a, b)
-    quantize_delayed_planes(10 * x, SCALE, 1 / SCALE, slot, E4M3, "row", record=False)
+    quantize_and_transpose_delayed(10 * x, SCALE, 1 / SCALE, slot, E4M3, "row", record=False)
     assert_bitwise(slot, before)
 
 
@@ -140,19 +142,19 @@ def test_rows_of_zeros_and_of_no_elements_have_the_smallest_scale_inv():
         x_fp8_t, scale_inv_t = quantize_colwise_t(empty, E4M3)
         assert x_fp8.shape == shape and scale_inv.tolist() == [[zero]] * shape[0]
         assert x_fp8_t.shape == shape[::-1] and scale_inv_t.tolist() == [[zero]] * shape[1]
-        assert quantize_tensorwise_planes(empty, E4M3, "both")[2] == 1
+        assert quantize_and_transpose_tensorwise(empty, E4M3, "both")[2] == 1
 
 
 def test_wrong_arguments_are_refused():
     x = torch.ones(4, 6)
-    with pytest.raises(ValueError, match="planes: expected one of"):
-        quantize_tensorwise_planes(x, E4M3, "rows")
+    with pytest.raises(ValueError, match="layout: expected one of"):
+        quantize_and_transpose_tensorwise(x, E4M3, "rows")
     with pytest.raises(ValueError, match="x: expected a contiguous matrix"):
-        quantize_tensorwise_planes(x.t(), E4M3, "both")
+        quantize_and_transpose_tensorwise(x.t(), E4M3, "both")
     with pytest.raises(ValueError, match="x: expected a contiguous matrix"):
         quantize_rowwise(x.double(), E4M3)
     with pytest.raises(ValueError, match="scale: expected float32, 0-dim"):
-        quantize_measured_planes(x, torch.ones(4, 1), SCALE, E4M3, "row")
+        quantize_and_transpose_measured(x, torch.ones(4, 1), SCALE, E4M3, "row")
     with pytest.raises(ValueError, match=r"fold: expected float32 \[6\]"):
         quantize_rowwise(x, E4M3, torch.ones(4))
     for bad in (torch.ones(6), torch.ones(1, 4), torch.ones(8)[::2], torch.ones(4).double()):
@@ -165,12 +167,12 @@ def test_ops_pass_opcheck(shape):
     x, one, ops = torch.randn(shape), torch.ones(()), torch.ops.fp8_ds
     checks = ("test_schema", "test_faketensor")
     fmt = (E4M3.dtype, E4M3.max)
-    for planes in PLANES:
-        torch.library.opcheck(ops.quantize_tensorwise_planes.default, (x, *fmt, planes), test_utils=checks)
-        delayed = (x, one, one.clone(), torch.zeros(()), True, *fmt, planes)
-        torch.library.opcheck(ops.quantize_delayed_planes.default, delayed, test_utils=checks)
-        measured = (x, one, one.clone(), *fmt, planes)
-        torch.library.opcheck(ops.quantize_measured_planes.default, measured, test_utils=checks)
+    for layout in LAYOUTS:
+        torch.library.opcheck(ops.quantize_and_transpose_tensorwise.default, (x, *fmt, layout), test_utils=checks)
+        delayed = (x, one, one.clone(), torch.zeros(()), True, *fmt, layout)
+        torch.library.opcheck(ops.quantize_and_transpose_delayed.default, delayed, test_utils=checks)
+        measured = (x, one, one.clone(), *fmt, layout)
+        torch.library.opcheck(ops.quantize_and_transpose_measured.default, measured, test_utils=checks)
     for fold in (False, True):
         rows, cols = (torch.rand(size) if fold else None for size in shape)
         torch.library.opcheck(ops.quantize_rowwise.default, (x, cols, *fmt), test_utils=checks)
@@ -179,8 +181,8 @@ def test_ops_pass_opcheck(shape):
 
 def test_compiled_functions_have_no_graph_break_and_the_same_bits():
     def function(x, fold):
-        row, col, scale_inv = quantize_tensorwise_planes(x, E4M3, "both")
-        none, only_col, *_ = quantize_measured_planes(x, scale_inv, scale_inv, E5M2, "col")
+        row, col, scale_inv = quantize_and_transpose_tensorwise(x, E4M3, "both")
+        none, only_col, *_ = quantize_and_transpose_measured(x, scale_inv, scale_inv, E5M2, "col")
         assert none is None
         return row, col, scale_inv, only_col, *quantize_rowwise(x, E4M3, fold), *quantize_colwise_t(x, E5M2)
 
