@@ -1,1 +1,1 @@
-"""Registered torch ops, namespace `fp8_ds`; one folder each: checks and dispatch, a plain reference, kernels."""
+"""Registered torch ops, namespace `fp8_ds`; each is a folder or a module: checks, a plain reference, kernels."""

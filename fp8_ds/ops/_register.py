@@ -37,8 +37,7 @@ def in_own_storage(view: Tensor) -> Tensor:
         return view
     first = view.storage_offset() * view.element_size()
     memory = view.untyped_storage()[first : first + view.numel() * view.element_size()]
-    whole: Tensor = torch.empty(0, dtype=view.dtype, device=view.device).set_(memory, 0, view.shape)  # type: ignore[call-overload]
-    return whole
+    return torch.empty(0, dtype=view.dtype, device=view.device).set_(memory, 0, view.shape)  # type: ignore[call-overload]
 
 
 def _check_written(op: str, written: dict[str, Tensor]) -> None:
@@ -64,8 +63,7 @@ def register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) 
     Returns:
         The op to call.
     """
-    make_library: Any = torch.library.Library  # untyped in torch
-    library = make_library("fp8_ds", "FRAGMENT")
+    library = torch.library.Library("fp8_ds", "FRAGMENT")
     library.define(schema)
     name = schema.split("(", 1)[0]
     for key in ("CPU", "CUDA"):

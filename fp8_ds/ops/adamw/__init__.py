@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,8 +44,7 @@ def prepare(shards: Sequence[AdamShard]) -> AdamStep:
             f"shards: expected one device, got {sorted(map(str, devices))}. Prepare one step for each device."
         )
     if any(device.type == "cuda" for device in devices):
-        step: Any = triton_of(__name__).TritonStep(shards)
-        return step
+        return triton_of(__name__).TritonStep(shards)
     return partial(reference.adamw_step, tuple(shards))
 
 

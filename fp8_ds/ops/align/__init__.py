@@ -69,5 +69,4 @@ def align(x_fp8: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
             f"scale_inv: expected float32 ({num_rows},), or fewer that divide {num_rows} rows, got {scale_inv.dtype} "
             f"{tuple(scale_inv.shape)}. Pass one for each row, or for each rank's."
         )
-    result: tuple[Tensor, Tensor] = _align(x_fp8, scale_inv)
-    return result
+    return _align(x_fp8, scale_inv)

@@ -159,8 +159,7 @@ def transpose_blockwise(x_fp8: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tenso
             f"scale_inv: expected float32 {expected} for x_fp8 {tuple(x_fp8.shape)}, got {scale_inv.dtype} "
             f"{tuple(scale_inv.shape)}. 128x128 blocks keep their scales: transpose both the bytes and the scales."
         )
-    result: tuple[Tensor, Tensor] = _transpose(x_fp8, scale_inv, _MAX_OF[x_fp8.dtype])
-    return result
+    return _transpose(x_fp8, scale_inv, _MAX_OF[x_fp8.dtype])
 
 
 def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
@@ -199,8 +198,7 @@ def shard_block_amax(shard: Tensor, start: int, shape: tuple[int, int], block: t
             f"shard: expected elements of [0, {shape[0] * shape[1]}) of a weight {tuple(shape)}, got "
             f"[{start}, {start + shard.numel()}). Remove the padding first."
         )
-    amax: Tensor = _block_amax(shard, start, shape[0], shape[1], block[0])
-    return amax
+    return _block_amax(shard, start, shape[0], shape[1], block[0])
 
 
 def quantize_groupwise(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -250,5 +248,4 @@ def dequantize_groupwise(x_fp8: Tensor, scale_inv: Tensor) -> Tensor:
         ValueError: another dtype, shape or layout.
     """
     check_groups("x_fp8", x_fp8, scale_inv)
-    x: Tensor = _dequantize(x_fp8, scale_inv)
-    return x
+    return _dequantize(x_fp8, scale_inv)

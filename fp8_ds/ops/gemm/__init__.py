@@ -126,5 +126,4 @@ def scaled_mm(
     check_arguments(a_fp8, b_fp8, out_dtype, backend)
     _check_scale("scale_inv_a", scale_inv_a, len(a_fp8))
     _check_scale("scale_inv_b", scale_inv_b, len(b_fp8))
-    output: Tensor = _scaled_mm(a_fp8, b_fp8, scale_inv_a, scale_inv_b, out_dtype, use_fast_accum, backend)
-    return output
+    return _scaled_mm(a_fp8, b_fp8, scale_inv_a, scale_inv_b, out_dtype, use_fast_accum, backend)

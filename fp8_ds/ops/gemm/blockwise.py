@@ -156,5 +156,4 @@ def scaled_mm_blockwise(
     blocks, num_n = num_blocks(a_fp8.shape[1]), b_fp8.shape[0]
     _check_scale("scale_inv_a", scale_inv_a, ((a_fp8.shape[0], blocks),))
     _check_scale("scale_inv_b", scale_inv_b, ((num_n, blocks), (num_blocks(num_n), blocks)))
-    output: Tensor = _scaled_mm(a_fp8, b_fp8, scale_inv_a, scale_inv_b, out_dtype, backend)
-    return output
+    return _scaled_mm(a_fp8, b_fp8, scale_inv_a, scale_inv_b, out_dtype, backend)

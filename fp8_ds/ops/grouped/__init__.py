@@ -128,8 +128,7 @@ def rows_by_matrices(
             f"a_fp8, b_fp8: expected [P, K] and [{len(ends)}, N, K], got {tuple(a_fp8.shape)} and "
             f"{tuple(b_fp8.shape)}. ends has a number for each matrix."
         )
-    output: Tensor = _rows(a_fp8, b_fp8, ends, scale_inv_a, scale_inv_b, out_dtype, use_fast_accum)
-    return output
+    return _rows(a_fp8, b_fp8, ends, scale_inv_a, scale_inv_b, out_dtype, use_fast_accum)
 
 
 def columns(x: Tensor, ends: Tensor) -> Tensor:
@@ -152,8 +151,7 @@ def columns(x: Tensor, ends: Tensor) -> Tensor:
             f"{x.stride()}. Call contiguous() first."
         )
     _check_ends(ends)
-    x_t: Tensor = _columns(x, ends)
-    return x_t
+    return _columns(x, ends)
 
 
 def columns_by_columns(
@@ -188,5 +186,4 @@ def columns_by_columns(
             f"a_fp8_t, b_fp8_t: expected [N, Q] and [K, Q], got {tuple(a_fp8_t.shape)} and {tuple(b_fp8_t.shape)}. "
             "Both are made by `columns`."
         )
-    output: Tensor = _matrices(a_fp8_t, b_fp8_t, ends, scale_inv_a, scale_inv_b, out_dtype, use_fast_accum)
-    return output
+    return _matrices(a_fp8_t, b_fp8_t, ends, scale_inv_a, scale_inv_b, out_dtype, use_fast_accum)

@@ -182,8 +182,7 @@ def quantize(x: Tensor, scale: Tensor, fmt: Float8Format) -> Tensor:
         `fmt.dtype`, shape of `x`. Values beyond +-fmt.max (infinities too) become +-fmt.max; NaN stays NaN.
     """
     _check_scale(scale)
-    x_fp8: Tensor = _quantize(x, scale, fmt.torch_dtype, fmt.max)
-    return x_fp8
+    return _quantize(x, scale, fmt.torch_dtype, fmt.max)
 
 
 def quantize_part(
@@ -217,8 +216,7 @@ def quantize_part(
             f"grid: expected float32 with at least {expected[0]} rows of {expected[1]}, contiguous, got "
             f"{tuple(grid.shape)} with strides {grid.stride()}. Pass the scales of the whole matrix."
         )
-    x_fp8: Tensor = _quantize_part(x, grid, start, num_cols, *block, fmt.torch_dtype, fmt.max)
-    return x_fp8
+    return _quantize_part(x, grid, start, num_cols, *block, fmt.torch_dtype, fmt.max)
 
 
 def quantize_tensorwise(x: Tensor, fmt: Float8Format) -> tuple[Tensor, Tensor]:
@@ -232,8 +230,7 @@ def quantize_tensorwise(x: Tensor, fmt: Float8Format) -> tuple[Tensor, Tensor]:
         (x_fp8, scale_inv): `fmt.dtype` of the shape of `x`; float32, 0-dim, multiply to leave FP8, NaN if `x` holds a
         NaN or an infinity.
     """
-    result: tuple[Tensor, Tensor] = _quantize_tensorwise(x, fmt.torch_dtype, fmt.max)
-    return result
+    return _quantize_tensorwise(x, fmt.torch_dtype, fmt.max)
 
 
 def quantize_tensor_pow2(x: Tensor, fmt: Float8Format) -> tuple[Tensor, Tensor]:
@@ -246,8 +243,7 @@ def quantize_tensor_pow2(x: Tensor, fmt: Float8Format) -> tuple[Tensor, Tensor]:
     Returns:
         (x_fp8, scale_inv): as in `quantize_tensorwise`, but of zeros alone scale_inv is 2**-126.
     """
-    result: tuple[Tensor, Tensor] = _quantize_tensor_pow2(x, fmt.torch_dtype, fmt.max)
-    return result
+    return _quantize_tensor_pow2(x, fmt.torch_dtype, fmt.max)
 
 
 def record_amax(x: Tensor, amax_local: Tensor) -> None:
@@ -349,8 +345,7 @@ def quantize_rowwise(x: Tensor, fmt: Float8Format, fold: Tensor | None = None) -
     """
     _check_matrix(x)
     _check_fold(fold, x.shape[1])
-    result: tuple[Tensor, Tensor] = _quantize_rowwise(x, fold, fmt.torch_dtype, fmt.max)
-    return result
+    return _quantize_rowwise(x, fold, fmt.torch_dtype, fmt.max)
 
 
 def quantize_colwise_t(x: Tensor, fmt: Float8Format, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -369,5 +364,4 @@ def quantize_colwise_t(x: Tensor, fmt: Float8Format, fold: Tensor | None = None)
     """
     _check_matrix(x)
     _check_fold(fold, x.shape[0])
-    result: tuple[Tensor, Tensor] = _quantize_colwise_t(x, fold, fmt.torch_dtype, fmt.max)
-    return result
+    return _quantize_colwise_t(x, fold, fmt.torch_dtype, fmt.max)

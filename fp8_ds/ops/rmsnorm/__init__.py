@@ -107,5 +107,4 @@ def rmsnorm_backward(grad_output: Tensor, x: Tensor, weight: Tensor, rstd: Tenso
         raise ValueError(
             f"rstd: expected float32 [{x.shape[0]}], got {rstd.dtype} {tuple(rstd.shape)}. Keep forward's."
         )
-    grads: tuple[Tensor, Tensor] = _rmsnorm_backward(grad_output, x, weight, rstd)
-    return grads
+    return _rmsnorm_backward(grad_output, x, weight, rstd)

@@ -156,8 +156,7 @@ def swiglu_backward(grad_hidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tens
         (grad_gate, grad_up): bf16 [T, F], contiguous.
     """
     _check(grad_hidden, gate, up)
-    grads: tuple[Tensor, Tensor] = _backward(grad_hidden, gate, up, False)
-    return grads
+    return _backward(grad_hidden, gate, up, False)
 
 
 def swiglu_backward_packed(grad_hidden: Tensor, gate_up: Tensor) -> Tensor:
@@ -167,8 +166,7 @@ def swiglu_backward_packed(grad_hidden: Tensor, gate_up: Tensor) -> Tensor:
         raise ValueError(f"gate_up: expected [T, 2F], got {tuple(gate_up.shape)}. Pass gate and up side by side.")
     gate, up = gate_up.chunk(2, dim=1)
     _check(grad_hidden, gate, up)
-    grad: Tensor = _backward(grad_hidden, gate, up, True)[0]
-    return grad
+    return _backward(grad_hidden, gate, up, True)[0]
 
 
 def swiglu_backward_to_fp8(
@@ -211,8 +209,7 @@ def swiglu_columns(
     """
     values = _values_and_scales(gate, up)
     mode, (slot,) = _one_scale_each(scaling)
-    found: tuple[Tensor, Tensor] = _columns(*values, mode, *slot[:2], amax, fmt.torch_dtype, fmt.max)
-    return found
+    return _columns(*values, mode, *slot[:2], amax, fmt.torch_dtype, fmt.max)
 
 
 def swiglu_backward_kept(

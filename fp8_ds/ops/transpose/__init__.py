@@ -35,5 +35,4 @@ def transpose(x: Tensor) -> Tensor:
             f"x: expected contiguous matrices of one-byte elements, got {x.dtype} {tuple(x.shape)} with strides "
             f"{x.stride()}. A transposed view needs no transpose."
         )
-    x_t: Tensor = _transpose(x)
-    return x_t
+    return _transpose(x)

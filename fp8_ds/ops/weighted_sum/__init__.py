@@ -80,8 +80,7 @@ def weighted_sum(rows: Tensor, place: Tensor, weights: Tensor, out_dtype: torch.
         ValueError: shapes or layout other than these.
     """
     _check(rows, place, weights)
-    output: Tensor = _sum(rows, place, weights, out_dtype)
-    return output
+    return _sum(rows, place, weights, out_dtype)
 
 
 def weighted_sum_backward(grad: Tensor, rows: Tensor, place: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,5 +98,4 @@ def weighted_sum_backward(grad: Tensor, rows: Tensor, place: Tensor, weights: Te
             f"grad: expected [{weights.shape[0]}, {rows.shape[1]}], contiguous, got {tuple(grad.shape)} with strides "
             f"{grad.stride()}. It is the gradient of the sums."
         )
-    grads: tuple[Tensor, Tensor] = _backward(grad, rows, place, weights)
-    return grads
+    return _backward(grad, rows, place, weights)
