@@ -1,7 +1,7 @@
-"""Liger's fused loss in a Hugging Face causal LM: called by compiled models, with a chosen chunk size and no wait.
+"""Liger's fused loss in a Hugging Face causal LM: called by compiled models, with a chosen chunk size.
 
 liger-kernel puts it into a model itself: `apply_liger_kernel_to_llama(model=model, ...)` and its like, or the Trainer's
-`use_liger_kernel`. Liger has no options for the changes made here, which hold for the whole process, until
+`use_liger_kernel`. Liger has no options for these changes of its function, which hold for the whole process, until
 `fp8_ds.uninstall()`. Tried with 0.7.0 and 0.8.5.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from fp8_ds.engine.patches import RECORD
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.nn.linear import Fp8Linear
 from fp8_ds.nn.matrices import full_shape
-from fp8_ds.ops.multiply import can_multiply, multiply_
 
 _KEY = "fp8.activations.cross_entropy_chunk_mem_const"
 _FAST_CHUNKS = 8
@@ -31,11 +29,6 @@ _OWN_CONSTANTS = {"gpt_oss": 8}
 _FUNCTIONAL = "liger_kernel.transformers.functional"
 _LOSS = "liger_fused_linear_cross_entropy"
 _CHUNK = "chunk_mem_const"
-_OPS = "liger_kernel.ops.fused_linear_cross_entropy"
-_BACKWARD = "fused_linear_cross_entropy_backward"
-_BACKWARD_PARAMETERS = ["grad_output", "grad_input", "grad_weight", "grad_bias"]
-_DEVICES = ("cuda",)
-"""Types of device on which the backward is ours."""
 
 
 def with_liger_loss(model: Any) -> Any | None:
@@ -73,7 +66,7 @@ def check_chunks(model: Any, chunk_mem_const: int | None) -> None:
 
 
 def prepare_liger_loss(model: nn.Module, zero_stage: int, chunk_mem_const: int | None) -> str | None:
-    """Keep Liger's loss out of compiled graphs, and remove the host's wait from its backward.
+    """Keep Liger's loss out of compiled graphs, and set the size of its chunks.
 
     Args:
         model: a model with converted linears, and without DeepSpeed's hooks yet.
@@ -92,7 +85,6 @@ def prepare_liger_loss(model: nn.Module, zero_stage: int, chunk_mem_const: int |
         return None
     _check_head(lm.lm_head)
     keep_out_of_graphs()
-    wait_for_nothing_in_backward()
     if chunk_mem_const is not None:
         set_chunk_mem_const(lm.lm_head.weight, chunk_mem_const)
     if zero_stage == 3:
@@ -188,43 +180,3 @@ def set_chunk_mem_const(weight: Tensor, chunk_mem_const: int) -> None:
             (`keep_out_of_graphs`).
     """
     getattr(importlib.import_module(_FUNCTIONAL), _LOSS).fp8_ds_chunk_mem_consts[weight] = chunk_mem_const
-
-
-def wait_for_nothing_in_backward() -> None:
-    """Make the loss's backward multiply by its gradient on the device, which changes nothing where that is 1.
-
-    Liger's own calls `torch.equal(grad_output, 1)` first: the host waits until the device has done the whole forward,
-    and the device then waits for the host (7 ms of a step of Llama-3-8B on H200s). Functions other than that of 0.7.0
-    and 0.8.5 are not replaced.
-    """
-    try:
-        ops: Any = importlib.import_module(_OPS)
-    except ModuleNotFoundError:
-        return
-    original = getattr(ops, _BACKWARD, None)
-    if original is None or hasattr(original, "fp8_ds_stock"):
-        return
-    parameters = inspect.signature(original).parameters.values()
-    if [str(one.replace(annotation=one.empty)) for one in parameters] != _BACKWARD_PARAMETERS:
-        return
-    # LigerFusedLinearCrossEntropyFunction.backward looks the name up in this module at every call.
-    RECORD.set(ops, _BACKWARD, _without_a_wait(original))
-
-
-def _without_a_wait(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def backward(
-        grad_output: Tensor, grad_input: Tensor, grad_weight: Tensor | None, grad_bias: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        grads = grad_input, grad_weight, grad_bias
-        found = [grad for grad in grads if grad is not None]
-        if grad_output.device.type not in _DEVICES or not all(can_multiply(grad, grad_output) for grad in found):
-            result: tuple[Tensor, Tensor | None, Tensor | None] = original(grad_output, *grads)
-            return result
-        for grad in found:
-            multiply_(grad, grad_output)  # in place, as Liger does, and without a new version of saved tensors
-        return grads
-
-    patched: Any = backward
-    patched.fp8_ds_stock = original
-    return backward

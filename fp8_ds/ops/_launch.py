@@ -4,7 +4,7 @@
 read. Here the compiled kernel is kept by a key at least as fine, and launched by Triton's own
 `CompiledKernel[grid](...)`: a cast to both layouts, two launches, takes the host 32 us instead of 58 (docs/speed.md),
 and a linear has five launches forward and backward. Kernels that a step launches once or
-once a weight (adamw, squares, multiply, block_amax) are left to Triton.
+once a weight (adamw, squares, block_amax) are left to Triton.
 """
 
 from __future__ import annotations

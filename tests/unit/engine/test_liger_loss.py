@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.engine import liger_loss
-from fp8_ds.engine.liger_loss import check_chunks, prepare_liger_loss, wait_for_nothing_in_backward, with_liger_loss
+from fp8_ds.engine.liger_loss import check_chunks, prepare_liger_loss, with_liger_loss
 from fp8_ds.engine.patches import RECORD
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.nn.convert import apply_plan, make_plan
@@ -56,21 +56,14 @@ def loss(input: Any, weight: Any, target: Any, bias: Any = None, chunk_mem_const
     return chunk_mem_const
 
 
-def stock_backward(grad_output: Any, grad_input: Any, grad_weight: Any, grad_bias: Any) -> Any:
-    """As Liger's; its results say that it was called."""
-    return "stock's", grad_output, grad_input, grad_weight, grad_bias
-
-
 @pytest.fixture(autouse=True)
 def liger(monkeypatch: pytest.MonkeyPatch) -> Any:
     stub = SimpleNamespace()
     functional = SimpleNamespace(liger_fused_linear_cross_entropy=loss, LigerFusedLinearCrossEntropyFunction=Loss)
-    ops = SimpleNamespace(fused_linear_cross_entropy_backward=stock_backward)
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", functional)
-    monkeypatch.setitem(sys.modules, "liger_kernel.ops.fused_linear_cross_entropy", ops)
-    stub.functional, stub.ops = functional, ops
+    stub.functional = functional
     yield stub
-    RECORD.patches[:] = [patch for patch in RECORD.patches if patch[0] not in (functional, ops)]
+    RECORD.patches[:] = [patch for patch in RECORD.patches if patch[0] is not functional]
 
 
 def llama(has_liger: bool = True, **more: Any) -> Any:
@@ -211,71 +204,6 @@ def test_each_engines_loss_has_its_own_chunks_and_others_are_called_as_they_call
     assert [*call.fp8_ds_chunk_mem_consts.values()] == [4]
 
 
-def gradients(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.ones(3, 4, dtype=dtype), torch.ones(4, 6, dtype=dtype).t(), torch.ones(6, dtype=dtype)
-
-
-def test_the_backward_multiplies_on_the_device_once_and_stocks_comes_back(
-    liger: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepare_liger_loss(llama(), 2, None)
-    backward = liger.ops.fused_linear_cross_entropy_backward
-    prepare_liger_loss(llama(), 2, None)
-    assert liger.ops.fused_linear_cross_entropy_backward is backward is not stock_backward
-    assert [patch for patch in RECORD.patches if patch[0] is liger.ops] == [
-        (liger.ops, "fused_linear_cross_entropy_backward", stock_backward)
-    ]
-    half, grads = torch.tensor(0.5), gradients()
-    assert backward(half, *grads)[0] == "stock's" and all((grad == 1).all() for grad in grads)  # a CPU has no kernels
-    monkeypatch.setattr(liger_loss, "_DEVICES", ("cpu",))
-    for weight, bias in ((grads[1], grads[2]), (None, grads[2]), (grads[1], None), (None, None)):
-        for grad in grads:
-            grad.fill_(1)
-        found = backward(half, grads[0], weight, bias)
-        assert found[0] is grads[0] and found[1] is weight and found[2] is bias
-        assert all((grad == 0.5).all() for grad in found if grad is not None)
-        backward(torch.ones(()), grads[0], weight, bias)
-        assert all((grad == 0.5).all() for grad in found if grad is not None)
-
-
-@pytest.mark.parametrize(
-    ("grad_output", "grads"),
-    [
-        (torch.ones(3), gradients()),  # of "none" in 0.7.0, where the first one counts
-        (torch.ones((), dtype=torch.float64), gradients()),
-        (torch.ones(()), gradients(torch.float64)),
-        (torch.ones(()), (torch.ones(3, 8)[:, :4], None, None)),
-    ],
-)
-def test_what_is_not_multiplied_here_stock_multiplies(
-    liger: Any, monkeypatch: pytest.MonkeyPatch, grad_output: Tensor, grads: Any
-) -> None:
-    monkeypatch.setattr(liger_loss, "_DEVICES", ("cpu",))
-    wait_for_nothing_in_backward()
-    found = liger.ops.fused_linear_cross_entropy_backward(grad_output, *grads)
-    assert found[0] == "stock's" and all(a is b for a, b in zip(found[1:], (grad_output, *grads), strict=True))
-
-
-@pytest.mark.parametrize(
-    "another",
-    [
-        lambda grad_output, grad_input, grad_weight, grad_bias, scale: None,
-        lambda grad_output, grad_weight, grad_input, grad_bias: None,
-        lambda grad_output, grad_input, grad_weight, grad_bias=None: None,
-        None,
-    ],
-)
-def test_a_backward_of_another_signature_is_left(liger: Any, another: Any) -> None:
-    liger.ops.fused_linear_cross_entropy_backward = another
-    wait_for_nothing_in_backward()
-    assert liger.ops.fused_linear_cross_entropy_backward is another
-
-
-def test_a_version_without_that_module_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "liger_kernel.ops.fused_linear_cross_entropy", None)
-    wait_for_nothing_in_backward()
-
-
 REAL = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -344,46 +272,28 @@ def fused(times):
     prepare_liger_loss(model, 2, times)
     return model
 
-def grads_of(model, factor, times=1):
+def grads_of(model):
     model.zero_grad()
     num_chunks.clear()
     loss = model(input_ids=tokens, labels=tokens).loss
-    for _ in range(times):
-        model.zero_grad()
-        (loss * factor).backward(retain_graph=times > 1)
+    loss.backward()
     return loss.detach(), [p.grad.clone() for p in model.parameters()]
 
 one = fused(None)
-stock = ops.fused_linear_cross_entropy_backward.fp8_ds_stock
-ours = ops.fused_linear_cross_entropy_backward
-calls = []
-liger_loss.multiply_, multiply_ = lambda *given: calls.append(1) or multiply_(*given), liger_loss.multiply_
-for factor in (1.0, 0.5):
-    for times in (1, 2):  # of two backwards the second halves what the first has halved, in Liger's, too
-        liger_loss._DEVICES = ()
-        expected = grads_of(one, factor, times)
-        assert num_chunks == [4] * 8 and not calls
-        liger_loss._DEVICES = ("cpu",)
-        found = grads_of(one, factor, times)
-        assert len(calls) == 2 * times, calls  # of x and the weight
-        calls.clear()
-        assert torch.equal(expected[0], found[0])
-        assert all(torch.equal(a, b) for a, b in zip(expected[1], found[1], strict=True)), (factor, times)
+expected = grads_of(one)
+assert num_chunks == [4] * 8
 if has_key:
     four = fused(4)
-    loss, grads = grads_of(four, 1.0)
+    loss, grads = grads_of(four)
     assert num_chunks == [16] * 2, num_chunks
-    expected = grads_of(one, 1.0)
-    assert num_chunks == [4] * 8
     assert abs(loss - expected[0]) < 1e-5
     for a, b in zip(grads, expected[1], strict=True):
         assert torch.nn.functional.cosine_similarity(a.float().flatten(), b.float().flatten(), dim=0) > 0.9999
     four.compile(backend="aot_eager")
-    loss, _ = grads_of(four, 1.0)
+    loss, _ = grads_of(four)
     assert num_chunks == [16] * 2, num_chunks
     four(input_ids=tokens, labels=tokens)
 fp8_ds.uninstall()
-assert ops.fused_linear_cross_entropy_backward is stock
 assert "fp8_ds_stock" not in vars(liger_loss.importlib.import_module(liger_loss._FUNCTIONAL)
                                   .liger_fused_linear_cross_entropy)
 num_chunks.clear()
