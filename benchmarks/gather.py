@@ -93,8 +93,8 @@ def zero3_gathers(device: torch.device, sizes: Sequence[int]) -> Iterator[tuple[
     import deepspeed
 
     from fp8_ds.comm.counter import ByteCounter
+    from fp8_ds.nn.linear.payload import OF_RECIPE
     from fp8_ds.numerics.formats import E4M3
-    from fp8_ds.scaling.granularity import OF_RECIPE
     from fp8_ds.zero.param_hooks import ZeroParamHooks
     from fp8_ds.zero.sharded import Fp8Shards, InFlight, ShardedWeight
     from fp8_ds.zero.weights import WeightQuantizer

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8_ds.nn.linear.payload import ROW, TILE, Granularity
 from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.numerics.masters import E4M11
+from fp8_ds.numerics.scale import AmaxHistory
 from fp8_ds.ops import squares
 from fp8_ds.ops.adamw import decode_master
 from fp8_ds.ops.blockwise import dequantize_groupwise, quantize_blockwise, quantize_groupwise, transpose_blockwise
@@ -35,8 +37,6 @@ from fp8_ds.ops.swiglu import (
     swiglu_columns,
 )
 from fp8_ds.ops.transpose import transpose
-from fp8_ds.scaling.delayed import AmaxHistory
-from fp8_ds.scaling.granularity import ROW, TILE, Granularity
 
 NARROW, WIDE, WEIGHT, KV = (8192, 4096), (8192, 14336), (14336, 4096), (8192, 1024)
 HIDDEN = (NARROW, (8192, 8192))

@@ -26,9 +26,8 @@ from torch import Tensor, nn
 from fp8_ds.config import LinearConfig
 from fp8_ds.host import uses_cuda
 from fp8_ds.nn import apply_plan, make_plan
-from fp8_ds.nn.parameter import Fp8Parameter
-from fp8_ds.nn.payload import Fp8Payload
-from fp8_ds.scaling.granularity import OF_RECIPE
+from fp8_ds.nn.linear.parameter import Fp8Parameter
+from fp8_ds.nn.linear.payload import OF_RECIPE, Fp8Payload
 
 NUM_WARM, NUM_CALLS = 20, 1000
 STAND_INS = ("quantize_and_transpose_tensorwise", "record_amax")

@@ -190,9 +190,10 @@ class TeBlock(nn.Module):
 def ours(model: Model, part: str, recipe: str = "tensorwise", **tensor_parallel: Any) -> Model:
     """parallelize, FP8 linears, fused SwiGLU and norms; weights in FP8 as Fp8AdamW or ZeRO holds them."""
     from fp8_ds.config import ActivationsConfig, LinearConfig, TensorParallelConfig
-    from fp8_ds.nn.convert import apply_plan, make_plan
-    from fp8_ds.nn.linear import Fp8Linear
-    from fp8_ds.nn.producers import fuse_producers
+    from fp8_ds.nn.fused.search import fuse_producers
+    from fp8_ds.nn.linear.fp8_linear import Fp8Linear
+    from fp8_ds.nn.plan.convert import apply_plan
+    from fp8_ds.nn.plan.plan import make_plan
     from fp8_ds.optim.adamw import Fp8AdamW
     from fp8_ds.tp import TensorParallelPlan, configure, parallelize
 

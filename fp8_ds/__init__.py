@@ -19,8 +19,8 @@ _LAZY = {
     "Fp8AdamW": "fp8_ds.optim.adamw",
     "Fp8Config": "fp8_ds.config",
     "Fp8DsError": "fp8_ds.errors",
-    "Fp8Linear": "fp8_ds.nn.linear",
-    "Fp8Parameter": "fp8_ds.nn.parameter",
+    "Fp8Linear": "fp8_ds.nn.linear.fp8_linear",
+    "Fp8Parameter": "fp8_ds.nn.linear.parameter",
     "SeamError": "fp8_ds.errors",
     "UnsupportedError": "fp8_ds.errors",
 }

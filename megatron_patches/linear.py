@@ -24,8 +24,8 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch import Tensor
 
 from fp8_ds.errors import ConfigError, UnsupportedError
-from fp8_ds.nn.linear import Fp8Linear, _LinearFunction
-from fp8_ds.nn.recipe import Fp8Weight, Recipe
+from fp8_ds.nn.linear.fp8_linear import Fp8Linear, _LinearFunction
+from fp8_ds.nn.linear.recipe import Fp8Weight, Recipe
 from fp8_ds.tp.context import TensorParallel
 from fp8_ds.tp.linears import _ColumnFunction, _RowFunction, gather_input
 from fp8_ds.tp.regions import copy_to_ranks, gather_tokens
@@ -47,7 +47,7 @@ def gather_rule(fp8: Fp8Settings, recipe: Recipe) -> Rule | None:
 
 
 class StepWeight:
-    """FP8 weight that recipes read as `p._fp8` (fp8_ds/nn/recipe.py): quantised at the first read after `expire`.
+    """FP8 weight that recipes read as `p._fp8` (nn/linear/recipe.py): quantised at the first read after `expire`.
 
     Args:
         weight: [O, I]; held weakly, as it holds this.

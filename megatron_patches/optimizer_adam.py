@@ -10,11 +10,11 @@ from megatron.core.optimizer import distrib_optimizer
 from torch import Tensor
 
 from fp8_ds.errors import UnsupportedError
+from fp8_ds.numerics.predicted import PredictedScales
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.adamw import Fp8AdamW
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.states import MOMENTS, Flat, Piece, allocate_lo, read_dense, write_dense
-from fp8_ds.scaling.predicted import PredictedScales
 
 SCALES = "fp8_scale_inv"
 """Key of saved param groups: name -> scale_inv that an FP8 master is stored with. Megatron carries it along unread."""

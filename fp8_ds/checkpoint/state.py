@@ -16,12 +16,12 @@ from torch import Tensor
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
-from fp8_ds.nn.convert import Plan
-from fp8_ds.nn.expert_products import MAX_IN_A_LOOP
-from fp8_ds.nn.stacks import AT_END, AT_START
+from fp8_ds.nn.linear.payload import OF_RECIPE, TENSOR
+from fp8_ds.nn.moe.products import MAX_IN_A_LOOP
+from fp8_ds.nn.plan.ends import AT_END, AT_START
+from fp8_ds.nn.plan.plan import Plan
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.numerics.masters import BY_NAME
-from fp8_ds.scaling.granularity import OF_RECIPE, TENSOR
 from fp8_ds.zero.stage import Fp8Context
 
 CHECKPOINT_KEY = "fp8_ds"

@@ -26,7 +26,7 @@ from fp8_ds.cli.common import (
 
 if TYPE_CHECKING:
     from fp8_ds.config import ScheduleConfig
-    from fp8_ds.nn.flops import Product
+    from fp8_ds.nn.plan.flops import Product
 
 _SCHEDULED = "fp8.schedule, in all steps"
 _NUM_SMALL_SHOWN = 4
@@ -61,10 +61,9 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int | None, setti
     from fp8_ds.config.ds_config import block_of, number, zero_stage
     from fp8_ds.engine.compat.config import refuse_settings, total_steps
     from fp8_ds.errors import ConfigError, UnsupportedError
-    from fp8_ds.nn.convert import make_plan
-    from fp8_ds.nn.expert_products import MAX_IN_A_LOOP
-    from fp8_ds.nn.flops import attention_flops, products, share_of_attention, share_of_linears
-    from fp8_ds.nn.layers import fp8_pays
+    from fp8_ds.nn.moe.products import MAX_IN_A_LOOP
+    from fp8_ds.nn.plan.flops import attention_flops, fp8_pays, products, share_of_attention, share_of_linears
+    from fp8_ds.nn.plan.plan import make_plan
     from fp8_ds.tools.estimate.model_spec import read_spec, sequence_length
 
     fp8 = Fp8Config.from_block(config.get("fp8", {"enabled": False}))
@@ -140,7 +139,7 @@ def _print(found: dict[str, Any]) -> None:
     from rich.filesize import decimal
     from rich.table import Table
 
-    from fp8_ds.nn.layers import MIN_NUMEL
+    from fp8_ds.nn.plan.flops import MIN_NUMEL
 
     out = console()
     table = Table("layer", "class", "shape", "computed in", "why")

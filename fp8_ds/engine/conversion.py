@@ -18,8 +18,9 @@ from fp8_ds.engine.compat.model import AUTOTP_PIPELINE, AUTOTP_STAGE_3, capabili
 from fp8_ds.engine.liger_loss import prepare_liger_loss
 from fp8_ds.engine.ranks import say
 from fp8_ds.errors import ConfigError
-from fp8_ds.nn.convert import ForeignLinears, Plan, apply_plan, make_plan, revert
-from fp8_ds.nn.producers import fuse_producers
+from fp8_ds.nn.fused.search import fuse_producers
+from fp8_ds.nn.plan.convert import apply_plan, revert
+from fp8_ds.nn.plan.plan import ForeignLinears, Plan, make_plan
 from fp8_ds.tp.autotp import autotp_linears, configure_autotp, set_gathers
 from fp8_ds.tp.group import device_of
 from fp8_ds.tp.plan import configure as configure_tensor_parallel

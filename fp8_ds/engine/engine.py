@@ -22,10 +22,9 @@ from fp8_ds.engine.ranks import say
 from fp8_ds.engine.step_callbacks import StepCallbacks
 from fp8_ds.errors import ConfigError
 from fp8_ds.monitor.health import HealthMonitor, Listener
-from fp8_ds.nn.experts import WEIGHTS, Fp8Experts
-from fp8_ds.nn.linear import Fp8Linear
-from fp8_ds.nn.matrices import full_shape
-from fp8_ds.nn.parameter import keep_values_in_hooks
+from fp8_ds.nn.linear.fp8_linear import Fp8Linear, full_shape
+from fp8_ds.nn.linear.parameter import keep_values_in_hooks
+from fp8_ds.nn.moe.experts import WEIGHTS, Fp8Experts
 from fp8_ds.zero.param_hooks import share_readers
 from fp8_ds.zero.stage12 import Fp8ZeroStage12
 

@@ -77,7 +77,7 @@ def _leave_to_stock(config: dict[str, Any], arguments: Mapping[str, Any]) -> Non
     if has_optimizer(config, arguments.get("optimizer")):  # Lightning's engine for validate and test has none
         parameters = dict(getattr(model, "named_parameters", dict)())
         if name := next((name for name, p in parameters.items() if hasattr(p, "_fp8")), None):
-            from fp8_ds.nn.convert import converted_already
+            from fp8_ds.nn.plan.plan import converted_already
 
             raise converted_already(f"{name} in FP8")
 

@@ -18,8 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8_ds.engine.patches import RECORD
 from fp8_ds.errors import UnsupportedError
-from fp8_ds.nn.linear import Fp8Linear
-from fp8_ds.nn.matrices import full_shape
+from fp8_ds.nn.linear.fp8_linear import Fp8Linear, full_shape
 
 _KEY = "fp8.activations.cross_entropy_chunk_mem_const"
 _FAST_CHUNKS = 8

@@ -13,9 +13,9 @@ from fp8_ds.config.schedule import Precision, PrecisionSchedule, matching
 from fp8_ds.engine.compat.model import PARALLEL_SCHEDULE
 from fp8_ds.engine.ranks import tell_all
 from fp8_ds.errors import ConfigError, UnsupportedError
-from fp8_ds.nn.layers import fp8_layers
-from fp8_ds.nn.recipe import Recipe
-from fp8_ds.nn.recipe_bf16 import Bf16Recipe
+from fp8_ds.nn.linear.recipe import Recipe
+from fp8_ds.nn.linear.recipes import Bf16Recipe
+from fp8_ds.nn.plan.convert import fp8_layers
 
 Request = Literal["bf16", "fp8", "schedule"]
 REQUESTS = ("bf16", "fp8", "schedule")

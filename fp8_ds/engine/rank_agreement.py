@@ -107,7 +107,7 @@ def _parameters(model: nn.Module) -> dict[str, str]:
 def _plan(model: nn.Module, fp8: Fp8Config, config: Mapping[str, Any]) -> dict[str, str]:
     """Say of each layer whether it becomes FP8. Hooks, patches and GPUs of a rank decide, too, not the model alone."""
     from fp8_ds.config.ds_config import linear_in_training
-    from fp8_ds.nn.convert import make_plan
+    from fp8_ds.nn.plan.plan import make_plan
     from fp8_ds.tp.autotp import autotp_linears
 
     foreign, linear = autotp_linears(model), linear_in_training(config)

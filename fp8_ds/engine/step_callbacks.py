@@ -22,12 +22,11 @@ from fp8_ds.errors import UnsupportedError
 from fp8_ds.monitor.guard import EVERY as GUARD_EVERY
 from fp8_ds.monitor.guard import Guard, Problems
 from fp8_ds.monitor.health import GatherTimer, Gauge, HealthMonitor, Listener, SkippedStep
+from fp8_ds.monitor.scale_check import ScaleCheck
 from fp8_ds.monitor.sinks import STEP_SKIPPED, Change, DeepSpeedEvents, JsonLines
 from fp8_ds.monitor.statistics import Observers, StatisticsTable
-from fp8_ds.nn.convert import INPUT_SLOTS
-from fp8_ds.nn.layers import fp8_layers
-from fp8_ds.scaling.delayed import AmaxHistory
-from fp8_ds.scaling.scale_check import ScaleCheck
+from fp8_ds.nn.plan.convert import INPUT_SLOTS, fp8_layers
+from fp8_ds.numerics.scale import AmaxHistory
 
 _NUM_SKIPPED = 3
 """Steps skipped in a row that are worth a line; now and then one is skipped in a healthy run."""

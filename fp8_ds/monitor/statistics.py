@@ -30,10 +30,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8_ds.comm.collectives import HostCopy
-from fp8_ds.nn.quantized import Quantized
-from fp8_ds.nn.recipe import Fp8Weight, Recipe
+from fp8_ds.nn.linear.recipe import Fp8Weight, Quantized, Recipe
 from fp8_ds.numerics.formats import E4M3, Float8Format
-from fp8_ds.ops._register import in_own_storage
+from fp8_ds.numerics.scale import in_own_storage
 from fp8_ds.ops.observe import MAXIMA, new_counts, observe_codes, observe_hp
 
 Kind = Literal["input", "weight", "grad_output"]

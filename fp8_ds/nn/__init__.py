@@ -1,9 +1,16 @@
 """FP8 linears: the layer, its recipes, and the walk that converts a model."""
 
-from fp8_ds.nn.convert import LayerPlan, Plan, apply_plan, make_plan
-from fp8_ds.nn.linear import Fp8Linear
-from fp8_ds.nn.recipe import DelayedRecipe, Recipe, TensorwiseRecipe
-from fp8_ds.nn.recipe_fine import BlockwiseRecipe, RowwiseGradWeightHpRecipe, RowwiseRecipe
+from fp8_ds.nn.linear.fp8_linear import Fp8Linear
+from fp8_ds.nn.linear.recipe import Recipe
+from fp8_ds.nn.linear.recipes import (
+    BlockwiseRecipe,
+    DelayedRecipe,
+    RowwiseGradWeightHpRecipe,
+    RowwiseRecipe,
+    TensorwiseRecipe,
+)
+from fp8_ds.nn.plan.convert import apply_plan
+from fp8_ds.nn.plan.plan import LayerPlan, Plan, make_plan
 
 __all__ = [
     "BlockwiseRecipe",

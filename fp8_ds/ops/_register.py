@@ -19,27 +19,6 @@ _LIBRARIES: list[torch.library.Library] = []
 """Libraries kept alive: an op is gone when the library that defined it dies."""
 
 
-def in_own_storage(view: Tensor) -> Tensor:
-    """Return the memory of `view` as a tensor that is the whole of its storage: offset 0, no base, its own version.
-
-    Arguments that an op writes must be such tensors (`register` checks it while a graph is traced). If two of them are
-    views of one storage, inductor writes the first in place and hands the op a clone of the second. Up to torch 2.12
-    that clone is read at twice the view's storage offset: memory of another tensor. Later versions clone the right
-    bytes, but still everything in front of the view as well, at every call.
-
-    Args:
-        view: contiguous, any dtype and device. Without memory ("meta") it is returned as it is.
-
-    Source: pytorch/pytorch, torch/_inductor/lowering.py `as_strided` (2.13 subtracts the offset of a graph's input);
-    docs/troubleshooting.md has the smallest program that shows it.
-    """
-    if view.is_meta:
-        return view
-    first = view.storage_offset() * view.element_size()
-    memory = view.untyped_storage()[first : first + view.numel() * view.element_size()]
-    return torch.empty(0, dtype=view.dtype, device=view.device).set_(memory, 0, view.shape)  # type: ignore[call-overload]
-
-
 def _check_written(op: str, written: dict[str, Tensor]) -> None:
     """Assert that each written tensor is the whole of a storage of its own, as `in_own_storage` makes it."""
     for name, x in written.items():

@@ -14,16 +14,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fp8_ds.errors import UnsupportedError
-from fp8_ds.nn.parameter import retype
-from fp8_ds.nn.payload import Fp8Payload
+from fp8_ds.nn.linear.parameter import retype
+from fp8_ds.nn.linear.payload import Fp8Payload
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.numerics.masters import BF16_8, BY_NAME, FP32, MasterFormat
+from fp8_ds.numerics.predicted import PredictedScales, check_betas
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.param_state import ParamState, absorb_state, amax_of, checked_state
 from fp8_ds.optim.states import MOMENTS, Flat, Piece, allocate_lo, dense_flat, write_first
 from fp8_ds.optim.user_writes import overwrite, write_low
-from fp8_ds.scaling.predicted import PredictedScales, check_betas
 
 SMALLEST_EPS = 1e-30
 """The smallest eps; its reciprocal is a normal float32."""

@@ -12,9 +12,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from fp8_ds.numerics.predicted import BoundSums, PredictedScales, bound_of_powers, check_betas
 from fp8_ds.ops.adamw import AdamShard, AdamStep, Hyper, StepInputs, prepare
 from fp8_ds.optim.states import Flat, allocate_moments, has_moments
-from fp8_ds.scaling.predicted import BoundSums, PredictedScales, bound_of_powers, check_betas
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")

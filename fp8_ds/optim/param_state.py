@@ -16,7 +16,7 @@ from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.states import CHUNK, MOMENTS, absorb_flat, dense_flat, has_moments
 
 BOUND_SUM = "bound_sum"
-"""Key of the sum that bounds an update (scaling/predicted.py), float64, in a state whose betas have changed."""
+"""Key of the sum that bounds an update (numerics/predicted.py), float64, in a state whose betas have changed."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NUM_STEPS = 2**31
 """Step counts are below this, for rounding noise (numerics/rounding.py)."""

@@ -24,9 +24,9 @@ from fp8_ds.numerics.moments import (
     quantize_root,
     to_groups,
 )
+from fp8_ds.numerics.predicted import PredictedScales
 from fp8_ds.numerics.rounding import noise
 from fp8_ds.ops.adamw import AdamShard, decode_master
-from fp8_ds.scaling.predicted import PredictedScales
 
 CHUNK = 1 << 24
 """Elements converted at a time, a multiple of 128: bounds the float32 temporaries to 64 MiB each."""

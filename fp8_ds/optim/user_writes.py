@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.numerics.masters import MasterFormat, encode
+from fp8_ds.numerics.predicted import PredictedScales
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.states import CHUNK, chunks
-from fp8_ds.scaling.predicted import PredictedScales
 
 _MANTISSA_BITS = 3
 _SMALLEST_MOVABLE = (1 << _MANTISSA_BITS) + 1

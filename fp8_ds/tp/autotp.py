@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 from fp8_ds.config import TensorParallelConfig
 from fp8_ds.errors import ConfigError, UnsupportedError
-from fp8_ds.nn.convert import ForeignLinears
-from fp8_ds.nn.linear import _LinearFunction
-from fp8_ds.nn.recipe import Recipe, as_matrix, copied_scales
+from fp8_ds.nn.linear.fp8_linear import _LinearFunction
+from fp8_ds.nn.linear.recipe import Recipe, as_matrix, copied_scales
+from fp8_ds.nn.plan.plan import ForeignLinears
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.ops._register import once_differentiable
 from fp8_ds.ops.quantize import quantize_rowwise

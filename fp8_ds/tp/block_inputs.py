@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fp8_ds.errors import ConfigError
-from fp8_ds.nn.mlp import FusedSwiglu
+from fp8_ds.nn.fused.mlp import FusedSwiglu
 from fp8_ds.tp.context import TensorParallel, is_tracing
 from fp8_ds.tp.linears import ColumnParallelFp8Linear, ColumnParallelLinear, gather_input
 from fp8_ds.tp.regions import copy_to_ranks, gather_tokens, split_tokens

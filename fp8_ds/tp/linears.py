@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8_ds.errors import ConfigError
-from fp8_ds.nn.linear import (
+from fp8_ds.nn.linear.fp8_linear import (
     Fp8Linear,
     bias_grad,
     check_input,
@@ -32,7 +32,7 @@ from fp8_ds.nn.linear import (
     read_weight,
     weight_and_input,
 )
-from fp8_ds.nn.recipe import Recipe, as_matrix
+from fp8_ds.nn.linear.recipe import Recipe, as_matrix
 from fp8_ds.ops._register import once_differentiable
 from fp8_ds.tp.context import TensorParallel, is_tracing, traced_where_possible
 from fp8_ds.tp.gather import Gathered

@@ -1,4 +1,4 @@
-"""A tensor-parallel SwiGLU MLP as one autograd function: nn/swiglu.py with a gather and a reduce-scatter each way.
+"""A tensor-parallel SwiGLU MLP as one function: nn/fused/swiglu.py with a gather and a reduce-scatter each way.
 
 Shape suffixes: S tokens of one rank, T = S n tokens of all n ranks, I the MLP's width, F that of a rank's product.
 
@@ -20,10 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8_ds.nn.fused import Nonlinear, recover
-from fp8_ds.nn.linear import check_input, checked_weights, linear_grads, linear_output, read_weight
-from fp8_ds.nn.recipe import as_matrix
-from fp8_ds.nn.swiglu import (
+from fp8_ds.nn.fused.module import Nonlinear, recover
+from fp8_ds.nn.fused.swiglu import (
     Recipes,
     Wanted,
     bias_grads,
@@ -33,6 +31,8 @@ from fp8_ds.nn.swiglu import (
     product,
     swiglu_grads,
 )
+from fp8_ds.nn.linear.fp8_linear import check_input, checked_weights, linear_grads, linear_output, read_weight
+from fp8_ds.nn.linear.recipe import as_matrix
 from fp8_ds.ops._register import once_differentiable
 from fp8_ds.tp.context import TensorParallel, traced_where_possible
 from fp8_ds.tp.regions import gather_shard, start_reduction
@@ -76,7 +76,7 @@ class _ParallelMlp(torch.autograd.Function):
         down = rules.down.recipe
         _, product_fp8, amax = product(gate_TF, up_TF, down, with_hp=False, needs_columns=False, record=record)
         output = start_reduction(tp, linear_output(product_fp8, down_weight, None, down, x.dtype))
-        # On ctx and not in save_for_backward, and no view as output: as in nn/linear.py.
+        # On ctx and not in save_for_backward, and no view as output: as in nn/linear/fp8_linear.py.
         ctx.weights = gate_weight, up_weight, down_weight
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (gate_bias, up_bias)]
         ctx.rules, ctx.tp, ctx.x_shape = rules, tp, x.shape

@@ -12,7 +12,7 @@ from torch import nn
 
 from fp8_ds.config import TensorParallelConfig
 from fp8_ds.errors import ConfigError
-from fp8_ds.nn.experts import is_experts
+from fp8_ds.nn.moe.experts import is_experts
 from fp8_ds.tp.block_inputs import gather_once, shard_tokens
 from fp8_ds.tp.context import TensorParallel
 from fp8_ds.tp.group import check_group, check_same, device_of

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from fp8_ds.errors import ConfigError
-from fp8_ds.nn.quantized import Quantized
-from fp8_ds.nn.recipe import Fp8Weight, Recipe, TensorwiseRecipe, as_matrix
-from fp8_ds.nn.recipe_fine import BlockwiseRecipe, RowwiseRecipe
+from fp8_ds.nn.linear.recipe import Fp8Weight, Quantized, Recipe, as_matrix
+from fp8_ds.nn.linear.recipes import BlockwiseRecipe, RowwiseRecipe, TensorwiseRecipe
 from fp8_ds.numerics.formats import E4M3, Float8Format
-from fp8_ds.numerics.pow2 import pow2_scale
+from fp8_ds.numerics.scale import pow2_scale
 from fp8_ds.ops.align import align
 from fp8_ds.ops.blockwise import BLOCK, block_amax, quantize_blockwise, transpose_blockwise
 from fp8_ds.ops.quantize import quantize_colwise_t, quantize_part, quantize_tensor_pow2

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8_ds.comm.gather import gather_runs
-from fp8_ds.nn.payload import Fp8Payload
+from fp8_ds.nn.linear.payload import Fp8Payload
 from fp8_ds.optim.user_writes import CHANCE
 from fp8_ds.zero.sharded import same_bits
 

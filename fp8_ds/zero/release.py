@@ -29,9 +29,9 @@ from torch import Tensor
 
 from fp8_ds.comm.layout import OUTSTANDING_UPDATE_BYTES
 from fp8_ds.errors import ConfigError, UnsupportedError
+from fp8_ds.numerics.scale import AmaxHistory
 from fp8_ds.ops.adamw import StepInputs
 from fp8_ds.optim.core import AdamCore, StepCache
-from fp8_ds.scaling.delayed import AmaxHistory
 from fp8_ds.zero.norm import HyperparameterCheck, clip_factor, overflow_flag
 from fp8_ds.zero.stage import Fp8Context
 from fp8_ds.zero.states3 import Fp8StatesStage3

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from fp8_ds.comm import collectives
 from fp8_ds.comm.collectives import max_reduce
 from fp8_ds.comm.counter import ByteCounter
-from fp8_ds.nn.parameter import Fp8Parameter
-from fp8_ds.nn.payload import Fp8Payload
+from fp8_ds.nn.linear.parameter import Fp8Parameter
+from fp8_ds.nn.linear.payload import Fp8Payload
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.zero.weights import WeightQuantizer
 

@@ -17,9 +17,9 @@ from torch import nn
 
 from fp8_ds.comm.counter import ByteCounter
 from fp8_ds.config import Fp8Config
-from fp8_ds.nn.convert import Plan
-from fp8_ds.scaling.delayed import AmaxHistory
-from fp8_ds.scaling.granularity import OF_RECIPE, TENSOR, Granularity
+from fp8_ds.nn.linear.payload import OF_RECIPE, TENSOR, Granularity
+from fp8_ds.nn.plan.plan import Plan
+from fp8_ds.numerics.scale import AmaxHistory
 
 if TYPE_CHECKING:
     from fp8_ds.engine.precision import LayerPrecision

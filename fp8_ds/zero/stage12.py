@@ -17,10 +17,9 @@ from deepspeed.runtime.zero import stage_1_and_2
 from torch import Tensor
 
 from fp8_ds.errors import UnsupportedError
-from fp8_ds.nn.parameter import retype
-from fp8_ds.nn.payload import Fp8Payload
+from fp8_ds.nn.linear.parameter import retype
+from fp8_ds.nn.linear.payload import Fp8Payload, Granularity
 from fp8_ds.numerics.formats import E4M3
-from fp8_ds.scaling.granularity import Granularity
 from fp8_ds.zero.access12 import Fp8AccessStage12, Written, write_through
 from fp8_ds.zero.compact_buffer import CompactBuffer
 from fp8_ds.zero.stage import Fp8Context, offload_weights, reload_weights, split_lp_params

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from fp8_ds.comm.layout import OUTSTANDING_UPDATE_BYTES
 from fp8_ds.numerics.masters import BY_NAME, MasterFormat
+from fp8_ds.numerics.predicted import PredictedScales
 from fp8_ds.ops.squares import SumOfSquares
 from fp8_ds.optim.adamw import Fp8AdamW
 from fp8_ds.optim.states import Flat, absorb_flat, dense_flat
-from fp8_ds.scaling.predicted import PredictedScales
 from fp8_ds.zero.norm import HyperparameterCheck, OverflowFlag
 from fp8_ds.zero.stage import Fp8Context, offload_adam, reload_adam
 from fp8_ds.zero.weights import SplitQuantizer, reduced_amaxes, virtual_flat

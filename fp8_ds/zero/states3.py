@@ -14,11 +14,11 @@ from torch import Tensor
 
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.numerics.masters import BF16_8
+from fp8_ds.numerics.predicted import PredictedScales
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.adamw import weight_id
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.states import MOMENTS, Flat, Piece, allocate_lo, read_dense, write_dense, write_first
-from fp8_ds.scaling.predicted import PredictedScales
 from fp8_ds.zero.norm import clip_factor, global_norm, overflow_flag
 from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight, newer, num_real, start_of
 from fp8_ds.zero.stage import Fp8Context

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from fp8_ds.comm.collectives import max_reduce
 from fp8_ds.comm.counter import ByteCounter
+from fp8_ds.nn.linear.payload import TENSOR, Granularity
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.numerics.masters import MasterFormat, encode
+from fp8_ds.numerics.predicted import PredictedScales
+from fp8_ds.numerics.scale import AmaxHistory
 from fp8_ds.ops.quantize import quantize, quantize_part
 from fp8_ds.ops.quantize.multi_tensor import MultiTensorQuantize, QuantizePart
 from fp8_ds.optim.states import CHUNK
-from fp8_ds.scaling.delayed import AmaxHistory
-from fp8_ds.scaling.granularity import TENSOR, Granularity
-from fp8_ds.scaling.predicted import PredictedScales
 
 _ALIGNMENT = 4
 """A weight's scales start every 4 floats: cuBLASLt reads a scale through a pointer aligned to 16 bytes."""
@@ -53,7 +53,7 @@ class WeightQuantizer:
         counter: counts the all-reduces.
 
     Attributes:
-        scale, scale_inv: lists of num_weights float32 views: the grid of each weight (see scaling/granularity.py),
+        scale, scale_inv: lists of num_weights float32 views: the grid of each weight (see nn/linear/payload.py),
             which never moves.
     """
 

@@ -229,9 +229,8 @@ def graphs_made_anew() -> Iterator[None]:
 @contextmanager
 def old_fault() -> Iterator[None]:
     """Slots of a history are views of one storage again, and nobody looks."""
-    from fp8_ds.numerics.scale import AmaxSlot
+    from fp8_ds.numerics.scale import AmaxHistory, AmaxSlot
     from fp8_ds.ops import _register
-    from fp8_ds.scaling.delayed import AmaxHistory
 
     def slot(history: Any, index: int) -> AmaxSlot:
         vectors = history.amax_local, history.scale, history.scale_inv

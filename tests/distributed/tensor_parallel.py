@@ -14,9 +14,9 @@ from support.inputs import many_scales
 from torch import Tensor, nn
 
 from fp8_ds.config import LinearConfig, TensorParallelConfig
-from fp8_ds.nn.convert import _RECIPES
-from fp8_ds.nn.linear import Fp8Linear
-from fp8_ds.nn.recipe import Recipe
+from fp8_ds.nn.linear.fp8_linear import Fp8Linear
+from fp8_ds.nn.linear.recipe import Recipe
+from fp8_ds.nn.plan.convert import _RECIPES
 from fp8_ds.tp import ColumnParallelLinear, ParallelGroups, RowParallelLinear, TensorParallel
 
 GROUPS: dict[int, ParallelGroups] = {}

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from fp8_ds.comm.counter import count_collectives
 from fp8_ds.config import LinearConfig, TensorParallelConfig
 from fp8_ds.errors import UnsupportedError
-from fp8_ds.nn.convert import apply_plan, make_plan, revert
-from fp8_ds.nn.linear import Fp8Linear
-from fp8_ds.scaling.granularity import TENSOR
+from fp8_ds.nn.linear.fp8_linear import Fp8Linear
+from fp8_ds.nn.linear.payload import TENSOR
+from fp8_ds.nn.plan.convert import apply_plan, revert
+from fp8_ds.nn.plan.plan import make_plan
 from fp8_ds.testing import assert_bitwise, sqnr_db
 
 pytestmark = pytest.mark.distributed

@@ -145,7 +145,7 @@ def test_eager_from_the_states_of_eager_has_its_bits(ranks: Any, recipe: str, st
 
 
 def without_histories(cell: Cell) -> str:
-    from fp8_ds.scaling.delayed import AmaxHistory
+    from fp8_ds.numerics.scale import AmaxHistory
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError) as caught:
         patch.setattr(AmaxHistory, "load_state_dict", lambda history, state: None)

@@ -54,7 +54,7 @@ def run(
     import deepspeed
 
     import fp8_ds  # noqa: F401
-    from fp8_ds.nn import mlp
+    from fp8_ds.nn.fused import mlp
 
     torch.manual_seed(0)
     config = training.ds_config(stage, {"linear": {"recipe": recipe}, "activations": activations}, **overrides)

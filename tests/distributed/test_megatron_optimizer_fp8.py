@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-from fp8_ds.scaling.predicted import pow2_scale_inv
+from fp8_ds.numerics.predicted import pow2_scale_inv
 
 pytestmark = pytest.mark.distributed
 

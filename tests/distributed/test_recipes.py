@@ -138,7 +138,7 @@ def test_written_and_frozen_weights_have_scales_of_their_rows(ranks: Any, stage:
         state = {name: result["state"][name] for name in wanted}
         training.assert_fp8_equals(state, {n: expected(recipe, v.float()) for n, v in wanted.items()})
         if stage < 3:  # readers of stage 3 get the bf16 that was written
-            from fp8_ds.scaling.granularity import per_element
+            from fp8_ds.nn.linear.payload import per_element
 
             for name, read in zip((down, up), result["read"], strict=True):
                 data, scale_inv = result["state"][name]

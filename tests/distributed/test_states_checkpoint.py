@@ -16,7 +16,7 @@ import torch.distributed as dist
 import training
 from torch import Tensor
 
-from fp8_ds.scaling.predicted import pow2_scale_inv
+from fp8_ds.numerics.predicted import pow2_scale_inv
 
 pytestmark = pytest.mark.distributed
 

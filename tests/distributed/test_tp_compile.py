@@ -15,8 +15,9 @@ import training
 from torch import Tensor, nn
 
 from fp8_ds.config import TensorParallelConfig
-from fp8_ds.nn.fused import Producer
-from fp8_ds.nn.mlp import FusedSwiglu, SwigluParts, parts_of
+from fp8_ds.nn.fused.mlp import FusedSwiglu, SwigluParts
+from fp8_ds.nn.fused.module import Producer
+from fp8_ds.nn.fused.search import parts_of
 from fp8_ds.testing import assert_bitwise
 from fp8_ds.tp import LLAMA, TensorParallel, configure, parallelize
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from fp8_ds.comm.counter import count_collectives
 from fp8_ds.config import LinearConfig, TensorParallelConfig
 from fp8_ds.errors import UnsupportedError
-from fp8_ds.nn.convert import apply_plan, make_plan
+from fp8_ds.nn.plan.convert import apply_plan
+from fp8_ds.nn.plan.plan import make_plan
 from fp8_ds.testing import assert_bitwise, sqnr_db
 from fp8_ds.tp import LLAMA, QWEN3, configure, parallelize
 

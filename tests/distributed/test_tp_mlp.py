@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_ds.comm.counter import count_collectives
 from fp8_ds.config import ActivationsConfig, TensorParallelConfig
-from fp8_ds.nn.producers import fuse_producers
+from fp8_ds.nn.fused.search import fuse_producers
 from fp8_ds.testing import assert_bitwise, sqnr_db
 from fp8_ds.tp import LLAMA, configure, mlp, parallelize, regions
 from fp8_ds.tp.gather import Gathered

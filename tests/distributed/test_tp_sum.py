@@ -16,7 +16,7 @@ from support.memory import freeing
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8_ds.nn.linear import check_input
+from fp8_ds.nn.linear.fp8_linear import check_input
 from fp8_ds.testing import assert_bitwise
 
 pytestmark = pytest.mark.distributed

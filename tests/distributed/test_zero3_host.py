@@ -64,7 +64,7 @@ def build(
 
 def waits_of_a_step(fp8: dict[str, Any] | None) -> dict[str, dict[str, int]]:
     """By phase of the fourth step: waits, and "walks" over arguments of functions on weights."""
-    from fp8_ds.nn import parameter
+    from fp8_ds.nn.linear import parameter
 
     stock = parameter.tree_map
     with fake_device() as waits:

@@ -158,9 +158,9 @@ def test_leaves_with_a_prefetch_smaller_than_a_layer_change_no_bit(gpu_ranks: An
 def test_every_recipe_trains_and_its_bytes_are_those_of_the_masters(
     gpu_ranks: Any, stage: int, recipe: str, master: str
 ) -> None:
+    from fp8_ds.nn.linear.payload import OF_RECIPE, per_element
     from fp8_ds.numerics.formats import E4M3
     from fp8_ds.ops.quantize import quantize
-    from fp8_ds.scaling.granularity import OF_RECIPE, per_element
 
     states = {} if master == "fp32" else {"optimizer": {"states": "fp8", "master": master}}
     stock, _, _ = gpu_ranks(1).run(losses_and_bytes, stage, None, 20)[0]

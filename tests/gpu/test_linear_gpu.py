@@ -16,12 +16,11 @@ from fp8_ds.nn import (
     RowwiseRecipe,
     TensorwiseRecipe,
 )
-from fp8_ds.nn.payload import Fp8Payload
+from fp8_ds.nn.linear.payload import Fp8Payload
 from fp8_ds.numerics.formats import E4M3, E5M2
-from fp8_ds.numerics.scale import scale_from_amax
+from fp8_ds.numerics.scale import AmaxHistory, scale_from_amax
 from fp8_ds.ops.gemm import scaled_mm
 from fp8_ds.ops.quantize import quantize, quantize_and_transpose_delayed, quantize_tensorwise
-from fp8_ds.scaling.delayed import AmaxHistory
 from fp8_ds.testing import assert_bitwise, sqnr_db
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

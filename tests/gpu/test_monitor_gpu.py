@@ -11,8 +11,8 @@ from torch import nn
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.monitor.statistics import LayerStatistics, Observers, StatisticsTable
-from fp8_ds.nn.convert import apply_plan, make_plan
-from fp8_ds.nn.layers import fp8_layers
+from fp8_ds.nn.plan.convert import apply_plan, fp8_layers
+from fp8_ds.nn.plan.plan import make_plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

@@ -216,10 +216,10 @@ def test_the_kernel_goes_on_where_states_lie_after_offload_and_reload(gpu_ranks:
 def bucket(max_norm: float) -> Any:
     """(a ReleaseUpdater of one bucket, its gradients by name: tensors that every step fills anew)"""
     from fp8_ds.numerics.masters import E4M11 as FORMAT
+    from fp8_ds.numerics.predicted import PredictedScales
     from fp8_ds.ops.adamw import AdamShard
     from fp8_ds.optim.core import AdamCore
     from fp8_ds.optim.states import Flat, Piece, allocate_lo, write_dense
-    from fp8_ds.scaling.predicted import PredictedScales
     from fp8_ds.zero.release import ReleaseUpdater
 
     device, sizes = torch.device("cuda", torch.cuda.current_device()), {"matrix": 1 << 16, "ragged": 4136, "tiny": 5}

@@ -39,7 +39,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from fp8_ds.nn.layers import fp8_layers
+from fp8_ds.nn.plan.convert import fp8_layers
 
 EXAMPLE_CONFIG = Path(__file__).resolve().parents[2] / "examples/huggingface/ds_zero3_fp8.json"
 SHAPE = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fp8_ds.nn.dataflow import linears_that_read
+from fp8_ds.nn.fused.search import linears_that_read
 
 OURS = ("ours", "ours-fp8-reduce", "ours-rowwise")
 

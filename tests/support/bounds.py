@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fp8_ds.scaling.predicted import bound_of_powers
+from fp8_ds.numerics.predicted import bound_of_powers
 
 
 def update_bound(step: Tensor, beta1: float | Tensor, beta2: float | Tensor) -> Tensor:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8_ds.numerics.scale import AmaxSlot
+from fp8_ds.numerics.scale import AmaxSlot, in_own_storage
 from fp8_ds.ops._producer import Scaling
-from fp8_ds.ops._register import in_own_storage
 from fp8_ds.testing import assert_bitwise
 from support.inputs import many_scales
 

@@ -258,7 +258,7 @@ def test_the_page_of_promises_names_tests_that_there_are() -> None:
 def test_the_heads_that_the_page_names_are_in_fp8_until_they_are_named() -> None:
     transformers = pytest.importorskip("transformers")
     from fp8_ds.config import LinearConfig
-    from fp8_ds.nn.convert import make_plan
+    from fp8_ds.nn.plan.plan import make_plan
 
     block = next(code for code in fenced(ROOT / "docs/huggingface.md", "json") if "score" in code)
     named = LinearConfig(filter_fqns=json.loads(f"{{{block}}}")["fp8"]["linear"]["filter_fqns"])

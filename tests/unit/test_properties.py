@@ -25,15 +25,15 @@ from torch import Tensor, nn
 from fp8_ds.config import Fp8Config, LinearConfig
 from fp8_ds.errors import ConfigError, Fp8DsError
 from fp8_ds.nn import BlockwiseRecipe, Fp8Linear, RowwiseGradWeightHpRecipe, RowwiseRecipe, TensorwiseRecipe
-from fp8_ds.nn.recipe import DelayedRecipe
+from fp8_ds.nn.linear.payload import ROW, TENSOR, TILE, per_element
+from fp8_ds.nn.linear.recipes import DelayedRecipe
 from fp8_ds.numerics.formats import BY_NAME as FORMATS
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.numerics.masters import BY_NAME, decode
+from fp8_ds.numerics.scale import AmaxHistory
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.ops.adamw.reference import adamw_step
 from fp8_ds.ops.quantize import quantize, quantize_part
-from fp8_ds.scaling.delayed import AmaxHistory
-from fp8_ds.scaling.granularity import ROW, TENSOR, TILE, per_element
 from fp8_ds.testing import assert_bitwise
 
 each_size = pytest.mark.parametrize("num", [60, pytest.param(2500, marks=pytest.mark.slow)])

@@ -53,7 +53,7 @@ def _has_fp8_states(config: Config) -> bool:
 
 
 def _has_unbounded_betas(config: Config) -> bool:
-    """Whether betas are two numbers that `scaling.predicted.check_betas` refuses; torch refuses all that are not."""
+    """Whether betas are two numbers that `numerics.predicted.check_betas` refuses; torch refuses all that are not."""
     betas = block_of(config, "optimizer", "params").get("betas")
     if not isinstance(betas, (list, tuple)) or len(betas) != 2 or not all(isinstance(b, (int, float)) for b in betas):
         return False

@@ -93,7 +93,7 @@ def refuse_model(model: Any, linear: LinearConfig) -> None:
     import deepspeed
     from deepspeed.runtime.pipe.module import PipelineModule
 
-    from fp8_ds.nn.stacks import counts_from_the_end
+    from fp8_ds.nn.plan.ends import counts_from_the_end
 
     if isinstance(model, getattr(deepspeed, "DualPipeVModule", ())):
         raise DUAL_PIPE.error(type(model).__name__)

@@ -234,7 +234,7 @@ def quantize_tensorwise(x: Tensor, fmt: Float8Format) -> tuple[Tensor, Tensor]:
 
 
 def quantize_tensor_pow2(x: Tensor, fmt: Float8Format) -> tuple[Tensor, Tensor]:
-    """Quantize `x` as `quantize_tensorwise`, by a power of two (numerics/pow2.py), for an operand sent between ranks.
+    """Quantize `x` as `quantize_tensorwise`, by a power of two (numerics/scale.py), for an operand sent between ranks.
 
     Args:
         x: bf16, fp16 or fp32, any shape.

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from fp8_ds.numerics.formats import E4M3, E5M2
-from fp8_ds.numerics.pow2 import MANTISSA_BITS, exponent_rule
+from fp8_ds.numerics.scale import MANTISSA_BITS, exponent_rule
 from fp8_ds.ops._device import INFINITY, encode_bytes, encode_four, record_amax, row_scale_from_amax, scale_from_amax
 from fp8_ds.ops._tiles import (
     largest_magnitude,
@@ -54,7 +54,7 @@ def _largest(partials, num_partials):
 
 @triton.jit
 def _pow2_scale(bits, IS_E4M3: tl.constexpr):
-    """Return (scale, scale_inv) for the float with these bits, as `numerics.pow2.pow2_scale` does."""
+    """Return (scale, scale_inv) for the float with these bits, as `numerics.scale.pow2_scale` does."""
     finite = tl.where(bits < INFINITY, bits, 0x3F800000)
     rounded_up = (finite + (_E4M3_CARRY if IS_E4M3 else _E5M2_CARRY)) >> _MANTISSA_BITS
     biased = tl.maximum(rounded_up - (_E4M3_SHIFT if IS_E4M3 else _E5M2_SHIFT), 1)

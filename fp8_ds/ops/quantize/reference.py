@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fp8_ds.numerics.pow2 import pow2_scale
-from fp8_ds.numerics.scale import row_scale_from_amax, scale_from_amax
+from fp8_ds.numerics.scale import pow2_scale, row_scale_from_amax, scale_from_amax
 from fp8_ds.ops.transpose import transpose_reference
 
 _CHUNK = 1 << 24

@@ -246,7 +246,7 @@ def probes() -> list[Check]:
         return []
     import torch
 
-    from fp8_ds.scaling.granularity import OF_RECIPE
+    from fp8_ds.nn.linear.payload import OF_RECIPE
 
     device = torch.device("cuda", 0) if uses_cuda() else torch.device("cpu")
     return [_probe(recipe, device) for recipe in OF_RECIPE]
@@ -285,8 +285,9 @@ def _product(recipe: str, backend: str, x: Tensor, weight: Tensor) -> Callable[[
     from torch import nn
 
     from fp8_ds.config import LinearConfig
-    from fp8_ds.nn.convert import apply_plan, make_plan
-    from fp8_ds.nn.linear import read_weight
+    from fp8_ds.nn.linear.fp8_linear import read_weight
+    from fp8_ds.nn.plan.convert import apply_plan
+    from fp8_ds.nn.plan.plan import make_plan
 
     linear = LinearConfig.model_validate({"recipe": recipe, "backend": backend})
     model = nn.Sequential(nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta"))

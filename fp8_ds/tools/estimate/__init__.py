@@ -181,7 +181,7 @@ def parts_by_rank(weights: Sequence[Weight], setup: Setup) -> Iterator[_Kinds]:
 
 def weights_of(module: nn.Module, linear: LinearConfig | None = None) -> list[Weight]:
     """Return `module`'s parameters as `fp8_ds` would treat them: real, on the meta device, or under `zero.Init`."""
-    from fp8_ds.nn.convert import make_plan
+    from fp8_ds.nn.plan.plan import make_plan
 
     plan = make_plan(module, linear or LinearConfig(), may_be_empty=True)
     fp8 = {id(module.get_parameter(layer.weight_name)) for layer in plan.layers if layer.converted}

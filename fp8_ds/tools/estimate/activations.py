@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fp8_ds.nn.layers import fp8_layers
-from fp8_ds.scaling.granularity import OF_RECIPE
+from fp8_ds.nn.linear.payload import OF_RECIPE
+from fp8_ds.nn.plan.convert import fp8_layers
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ def count_activations(model: nn.Module, run: Callable[[nn.Module], Tensor]) -> A
     """Count what a forward and a backward hold. `model` is used up: its tensors are fake ones afterwards.
 
     Args:
-        model: on the meta device, in the dtypes of training, its linears converted (`fp8_ds.nn.convert.apply_plan`) and
-            its norms fused as in training; in training mode.
+        model: on the meta device, in the dtypes of training, its linears converted (`nn.plan.convert.apply_plan`)
+            and its norms fused as in training; in training mode.
         run: computes the loss of the model, a scalar; makes the inputs itself, on the CPU: they are fake there.
 
     Raises:

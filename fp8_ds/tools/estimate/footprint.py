@@ -22,10 +22,10 @@ from fp8_ds.engine.compat.config import refusals_of, refuse_settings, total_step
 from fp8_ds.engine.leaf_modules import LIVE_NAMES, live_weights
 from fp8_ds.engine.liger_loss import most_chunks
 from fp8_ds.errors import ConfigError, UnsupportedError
-from fp8_ds.nn.convert import apply_plan, make_plan
-from fp8_ds.nn.layers import fp8_layers
-from fp8_ds.nn.producers import fuse_producers
-from fp8_ds.nn.recipe_bf16 import Bf16Recipe
+from fp8_ds.nn.fused.search import fuse_producers
+from fp8_ds.nn.linear.recipes import Bf16Recipe
+from fp8_ds.nn.plan.convert import apply_plan, fp8_layers
+from fp8_ds.nn.plan.plan import make_plan
 from fp8_ds.tools.estimate import BF16, FP32, Setup, Weight, estimate_states
 from fp8_ds.tools.estimate.activations import count_activations
 from fp8_ds.tools.estimate.model_spec import ModelSpec, loss_of

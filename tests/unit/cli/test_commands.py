@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from fp8_ds.cli.app import app
 from fp8_ds.cli.common import num_parameters
 from fp8_ds.cli.plan import _runs
-from fp8_ds.nn.flops import Product
+from fp8_ds.nn.plan.flops import Product
 from fp8_ds.tools.doctor import diagnosis
 from fp8_ds.tools.doctor.diagnosis import Check
 

@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "conformance"))
 
 from rounding import MAX_RELATIVE_ERROR, relative_l2_error
 
-import fp8_ds.nn.recipe
+import fp8_ds.nn.linear.recipes
 from fp8_ds.config import LinearConfig
-from fp8_ds.nn.linear import Fp8Linear
-from fp8_ds.nn.recipe import TensorwiseRecipe
+from fp8_ds.nn.linear.fp8_linear import Fp8Linear
+from fp8_ds.nn.linear.recipes import TensorwiseRecipe
 from fp8_ds.numerics.formats import E4M3, Float8Format
 from fp8_ds.ops.quantize import Layout, quantize
 from fp8_ds.ops.transpose import transpose
@@ -76,5 +76,5 @@ def test_tiles_with_scales_of_their_own_exceed_one_rounding() -> None:
 
 
 def test_tiles_with_one_scale_differ_no_more_than_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8_ds.nn.recipe, "quantize_and_transpose_tensorwise", one_scale_for_all_tiles)
+    monkeypatch.setattr(fp8_ds.nn.linear.recipes, "quantize_and_transpose_tensorwise", one_scale_for_all_tiles)
     assert 0 < error_of_tiling(fp8=True) < 2 * error_of_tiling(fp8=False) < 0.01

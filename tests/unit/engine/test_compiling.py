@@ -20,7 +20,8 @@ from torch._dynamo.backends.common import aot_autograd
 from fp8_ds.config import LinearConfig
 from fp8_ds.engine import compiling
 from fp8_ds.engine.compiling import keep_tables
-from fp8_ds.nn.convert import apply_plan, make_plan
+from fp8_ds.nn.plan.convert import apply_plan
+from fp8_ds.nn.plan.plan import make_plan
 from fp8_ds.testing import assert_bitwise
 
 RECIPE = "L['self']._modules['q_proj'].fp8_recipe"
@@ -56,7 +57,7 @@ def test_what_stays_as_it_is(name: str, kind: str, expected: bool) -> None:
 class Recipe:
     """As one of ours."""
 
-    __module__ = "fp8_ds.nn.recipe"
+    __module__ = "fp8_ds.nn.linear.recipes"
     is_turned = False
 
     def quantize(self) -> None: ...
@@ -67,7 +68,7 @@ class Recipe:
 
 
 class OwnModule(nn.Module):
-    __module__ = "fp8_ds.nn.linear"
+    __module__ = "fp8_ds.nn.linear.fp8_linear"
 
 
 class Users(Recipe):

@@ -20,7 +20,8 @@ from fp8_ds.engine import liger_loss
 from fp8_ds.engine.liger_loss import check_chunks, prepare_liger_loss, with_liger_loss
 from fp8_ds.engine.patches import RECORD
 from fp8_ds.errors import UnsupportedError
-from fp8_ds.nn.convert import apply_plan, make_plan
+from fp8_ds.nn.plan.convert import apply_plan
+from fp8_ds.nn.plan.plan import make_plan
 
 TINY: dict[str, Any] = {
     "vocab_size": 96,

@@ -12,7 +12,8 @@ from torch import nn
 from fp8_ds.config import LinearConfig, ScheduleConfig
 from fp8_ds.engine.precision import LayerPrecision
 from fp8_ds.errors import ConfigError
-from fp8_ds.nn.convert import apply_plan, make_plan
+from fp8_ds.nn.plan.convert import apply_plan
+from fp8_ds.nn.plan.plan import make_plan
 
 OTHERS = ["1.up", "2.up"]
 """Layers of the other stage; this one's are 10.up and 11.up."""

@@ -21,8 +21,8 @@ from fp8_ds.errors import ConfigError
 from fp8_ds.monitor.health import GatherTimer, HealthMonitor
 from fp8_ds.monitor.sinks import Change, DeepSpeedEvents, JsonLines, Report
 from fp8_ds.monitor.statistics import ObservedRecipe, Observers, StatisticsTable, TensorStatistics
-from fp8_ds.nn.convert import apply_plan, make_plan
-from fp8_ds.nn.layers import fp8_layers
+from fp8_ds.nn.plan.convert import apply_plan, fp8_layers
+from fp8_ds.nn.plan.plan import make_plan
 
 
 class Calls:

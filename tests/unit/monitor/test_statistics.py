@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.monitor.statistics import Observers, StatisticsTable, TensorStatistics, from_counts
-from fp8_ds.nn.convert import apply_plan, make_plan
-from fp8_ds.nn.layers import fp8_layers
+from fp8_ds.nn.plan.convert import apply_plan, fp8_layers
+from fp8_ds.nn.plan.plan import make_plan
 from fp8_ds.numerics.formats import E4M3, E5M2, Float8Format
+from fp8_ds.numerics.scale import AmaxHistory
 from fp8_ds.ops.observe import new_counts, observe_codes, observe_hp
-from fp8_ds.scaling.delayed import AmaxHistory
 
 RECIPES = ["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"]
 

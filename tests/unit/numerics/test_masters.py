@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from fp8_ds.numerics.masters import BF16_8, E4M11, E4M19, MasterFormat, decode, encode
+from fp8_ds.numerics.predicted import pow2_scale_inv
 from fp8_ds.numerics.rounding import noise
 from fp8_ds.ops.adamw import AdamShard, Hyper, StepInputs
 from fp8_ds.ops.adamw.reference import adamw_step, read_master
-from fp8_ds.scaling.predicted import pow2_scale_inv
 from fp8_ds.testing import assert_bitwise
 
 E4M7 = MasterFormat("e4m7", 4, torch.int8, torch.uint8, 16, True)

@@ -10,10 +10,9 @@ import torch
 
 from fp8_ds.monitor.statistics import StatisticsTable
 from fp8_ds.numerics.formats import E5M2
-from fp8_ds.numerics.scale import AmaxSlot
-from fp8_ds.ops._register import in_own_storage, triton_of
+from fp8_ds.numerics.scale import AmaxHistory, AmaxSlot, in_own_storage
+from fp8_ds.ops._register import triton_of
 from fp8_ds.ops.swiglu import swiglu_backward_to_fp8
-from fp8_ds.scaling.delayed import AmaxHistory
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 

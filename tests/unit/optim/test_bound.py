@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fp8_ds.numerics.masters import E4M11, E4M19, FP32, MasterFormat, encode
 from fp8_ds.numerics.moments import quantize_root
+from fp8_ds.numerics.predicted import PredictedScales
 from fp8_ds.ops.adamw import AdamShard, Hyper, StepInputs, reference
 from fp8_ds.ops.adamw.reference import adamw_step, read_master
-from fp8_ds.scaling.predicted import PredictedScales
 
 BETAS = [(0.9, 0.95), (0.9, 0.99), (0.9, 0.999)]
 NO_SKIP = torch.zeros((), dtype=torch.int32)

@@ -11,10 +11,10 @@ import torch
 from support.bounds import update_bound
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fp8_ds.numerics.predicted import PredictedScales
 from fp8_ds.ops.adamw import Hyper
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.states import Flat
-from fp8_ds.scaling.predicted import PredictedScales
 
 BETAS = [(0.9, 0.95), (0.8, 0.999), (0.0, 0.99)]
 NO_WORK = {"select", "slice", "view", "unbind", "detach", "lift_fresh"}

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fp8_ds.numerics.masters import E4M11, E4M19, MasterFormat, decode, encode
+from fp8_ds.numerics.predicted import pow2_scale_inv
 from fp8_ds.numerics.rounding import noise
 from fp8_ds.optim.states import encode_first
-from fp8_ds.scaling.predicted import pow2_scale_inv
 
 FORMATS = pytest.mark.parametrize("fmt", [E4M19, E4M11], ids=lambda fmt: fmt.name)
 

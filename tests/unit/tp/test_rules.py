@@ -5,7 +5,7 @@ import torch
 from support import many_scales
 
 from fp8_ds.numerics.formats import E4M3, E5M2
-from fp8_ds.numerics.pow2 import pow2_scale
+from fp8_ds.numerics.scale import pow2_scale
 from fp8_ds.ops.blockwise.reference import scale_from_amax
 from fp8_ds.ops.quantize import quantize_tensor_pow2
 from fp8_ds.testing import assert_bitwise, sqnr_db

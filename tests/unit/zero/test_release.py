@@ -12,12 +12,12 @@ from torch import Tensor
 
 from fp8_ds.config import OptimizerConfig
 from fp8_ds.numerics.masters import E4M11, FP32, MasterFormat
+from fp8_ds.numerics.predicted import PredictedScales
+from fp8_ds.numerics.scale import AmaxHistory
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim import core as core_module
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.states import Flat, Piece, allocate_lo, write_dense
-from fp8_ds.scaling.delayed import AmaxHistory
-from fp8_ds.scaling.predicted import PredictedScales
 from fp8_ds.zero.release import ReleaseUpdater
 
 SIZES = {"wide": 300, "late": 128, "small": 5, "far": 200}

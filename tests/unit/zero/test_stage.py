@@ -10,10 +10,10 @@ import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
 from fp8_ds.numerics.masters import E4M11
+from fp8_ds.numerics.predicted import PredictedScales
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.states import Flat, Piece, allocate_lo, read_dense
-from fp8_ds.scaling.predicted import PredictedScales
 from fp8_ds.zero.stage import offload_adam, reload_adam
 
 GROUPS = [{"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}]

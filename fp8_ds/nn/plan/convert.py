@@ -1,0 +1,154 @@
+"""Application of a plan: layers become FP8 in place, or bf16 again; the FP8 layers of a converted model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from fp8_ds.config import LinearConfig
+from fp8_ds.errors import ConfigError
+from fp8_ds.nn.fused.search import linears_that_read
+from fp8_ds.nn.linear.fp8_linear import Fp8Linear, replaced_forward
+from fp8_ds.nn.linear.recipe import Recipe, SharedInput
+from fp8_ds.nn.linear.recipes import (
+    BlockwiseRecipe,
+    DelayedRecipe,
+    RowwiseGradWeightHpRecipe,
+    RowwiseRecipe,
+    TensorwiseRecipe,
+)
+from fp8_ds.nn.moe import experts
+from fp8_ds.nn.moe.experts import ExpertsWeight, Fp8Experts
+from fp8_ds.nn.plan.plan import ForeignLinears, LayerPlan, Plan, fp8_class_of, weights_of
+from fp8_ds.numerics.formats import BY_NAME, E4M3
+from fp8_ds.numerics.scale import AmaxHistory
+
+_RECIPES: dict[str, type[Recipe]] = {
+    recipe.name: recipe for recipe in (TensorwiseRecipe, RowwiseRecipe, RowwiseGradWeightHpRecipe, BlockwiseRecipe)
+}
+
+
+INPUT_SLOTS = slice(0, None, 2)
+"""Slots of the inputs in the amax history of `apply_plan`; the others are of grad_outputs."""
+
+
+Fp8Layer: TypeAlias = Fp8Linear | ExpertsWeight
+
+
+def fp8_layers(model: nn.Module) -> dict[str, Fp8Layer]:
+    """Return FP8 layers by plan name, in module order: linears by module name, experts' weights by parameter name."""
+    found: dict[str, Fp8Layer] = {}
+    for fqn, module in model.named_modules():
+        if isinstance(module, Fp8Linear):
+            found[fqn] = module
+        elif isinstance(module, Fp8Experts):
+            prefix = f"{fqn}." if fqn else ""
+            found.update((prefix + name, ExpertsWeight(module, name)) for name in module.fp8_recipes)
+    return found
+
+
+def apply_plan(
+    model: nn.Module,
+    plan: Plan,
+    linear_config: LinearConfig,
+    device: torch.device | str,
+    foreign: ForeignLinears = MappingProxyType({}),
+) -> AmaxHistory | None:
+    """Convert the plan's FP8 layers in place, each to an Fp8Linear or a weight of Fp8Experts.
+
+    All of them are converted, or none; the rest of the model is untouched.
+
+    Args:
+        model, linear_config, foreign: as given to `make_plan`.
+        plan: from `make_plan` or `Plan.from_state`.
+        device: where the amax history lives, the device of training.
+
+    Returns:
+        The amax history for recipe "delayed": slot 2 i for the i-th converted layer's input, 2 i + 1 for its
+        grad_output. None for the other recipes.
+
+    Raises:
+        ConfigError: a layer of the plan is missing, is of another shape, has a forward of its own, or is converted
+            already; nothing is changed.
+    """
+    modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
+    converters = [_converter(modules, layer, foreign) for layer in plan.layers if layer.converted]
+    shared = SharedInput()
+    if linear_config.recipe != "delayed":
+        for convert in converters:
+            convert(_RECIPES[linear_config.recipe](linear_config, shared))
+        return None
+    fp8_max = [E4M3.max, BY_NAME[linear_config.grad_dtype].max] * len(converters)
+    names = [f"{layer.fqn} {kind}" for layer in plan.layers if layer.converted for kind in ("input", "grad_output")]
+    history = AmaxHistory(len(fp8_max), fp8_max, device=device, names=names)
+    for i, convert in enumerate(converters):
+        convert(DelayedRecipe(linear_config, history, 2 * i, 2 * i + 1, shared))
+    _name_leaders(model)
+    return history
+
+
+def _converter(modules: Mapping[str, Any], layer: LayerPlan, foreign: ForeignLinears) -> Callable[[Recipe], object]:
+    """Return the function that puts `layer` into FP8, given its recipe; raise as `apply_plan` does."""
+    owner, _, name = layer.weight_name.rpartition(".")
+    module = modules.get(owner)
+    convert: Callable[[Recipe], object] | None = None
+    if module is not None and layer.num_experts and experts.is_stock_experts(module):
+        convert = partial(experts.Fp8Experts.take, module, name)
+    elif module is not None and not layer.num_experts and (fp8_class := fp8_class_of(module, foreign)) is not None:
+        convert = partial(fp8_class.from_linear, module)
+    if convert is None:
+        found = "nothing" if module is None else f"a {type(module).__name__}"
+        what = "experts" if layer.num_experts else "an nn.Linear"
+        raise ConfigError(
+            f"layer plan: expected {what} at {layer.fqn!r}, got {found}. Apply a plan once, to its own model."
+        )
+    shape = next((shape for own, _, shape in weights_of(module, [owner]) if own == name), ())
+    if shape != layer.shape:
+        raise ConfigError(
+            f"layer plan: expected {layer.fqn!r} of shape {layer.shape}, got {shape}. Use the plan of this model."
+        )
+    assert module is not None
+    if (reason := replaced_forward(module, experts.is_experts(module))) is not None:
+        raise ConfigError(
+            f"layer plan: expected {layer.fqn!r} with its class's forward, got one that was replaced ({reason}). "
+            "Wrap it after the conversion."
+        )
+    return convert
+
+
+def _name_leaders(model: nn.Module) -> None:
+    """Give layers with delayed scales that read one module's output the first of them as `leader`, others none."""
+    recipes = [layer.fp8_recipe for layer in fp8_layers(model).values()]
+    all_delayed = [recipe for recipe in recipes if isinstance(recipe, DelayedRecipe)]
+    for recipe in all_delayed:
+        recipe.leader = None
+    if not all_delayed:
+        return
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            if child is None or isinstance(child, nn.Linear):
+                continue
+            readers = [one.fp8_recipe for one in linears_that_read(parent, name) if isinstance(one, Fp8Linear)]
+            delayed = [recipe for recipe in readers if isinstance(recipe, DelayedRecipe)]
+            if len(delayed) > 1:
+                for recipe in delayed:
+                    recipe.leader = delayed[0].slot_x
+
+
+def revert(model: nn.Module, plan: Plan, fqns: Collection[str], reason: str) -> Plan:
+    """Make the layers `fqns` nn.Linear again, or experts in bf16, with the same Parameters, before training.
+
+    Returns:
+        The applied plan with these layers in bf16 for that reason."""
+    layers = fp8_layers(model)
+    for fqn in fqns:
+        layers[fqn].revert()
+    _name_leaders(model)  # none whose amax nobody records any more
+    rows = (replace(row, converted=False, reason=reason) if row.fqn in fqns else row for row in plan.layers)
+    return replace(plan, layers=tuple(rows))

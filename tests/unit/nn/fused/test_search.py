@@ -1,0 +1,435 @@
+"""Fused producers in a decoder layer: the same bits for the linears, fewer casts, and what is kept for backward."""
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from support import many_scales
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fp8_ds.config import ActivationsConfig, LinearConfig
+from fp8_ds.errors import ConfigError
+from fp8_ds.nn import Fp8Linear, apply_plan, make_plan
+from fp8_ds.nn.fused.mlp import FusedSwiglu
+from fp8_ds.nn.fused.module import FusedModule, Producer
+from fp8_ds.nn.fused.norm import FusedRMSNorm
+from fp8_ds.nn.fused.search import fuse_producers, parts_of
+from fp8_ds.nn.plan.convert import revert
+from fp8_ds.testing import assert_bitwise, sqnr_db
+
+modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+
+WIDTH, HEADS, LENGTH, BATCH = 256, 4, 64, 2
+CONFIG = modeling.LlamaConfig(
+    hidden_size=WIDTH,
+    intermediate_size=704,
+    num_hidden_layers=1,
+    num_attention_heads=HEADS,
+    num_key_value_heads=2,
+    vocab_size=128,
+    max_position_embeddings=LENGTH,
+)
+CONFIG._attn_implementation = "sdpa"
+RECIPES = ("tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")
+
+
+class Calls(TorchDispatchMode):
+    """Counts what reaches torch's dispatcher."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names[str(func).removesuffix(".default")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Layer(nn.Module):
+    """One Llama decoder layer in bf16, called with hidden states only."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = modeling.LlamaDecoderLayer(CONFIG, 0)
+        for p in self.parameters():
+            nn.init.normal_(p, std=0.02) if p.dim() == 2 else nn.init.normal_(p, 1.0, 0.2)
+        self.to(torch.bfloat16)
+        rotary = modeling.LlamaRotaryEmbedding(CONFIG)
+        self.positions = rotary(torch.empty(1, dtype=torch.bfloat16), torch.arange(LENGTH)[None])
+
+    def forward(self, x):
+        return self.layer(x, position_embeddings=self.positions)
+
+
+LAYER = Layer()
+
+
+def make(recipe="tensorwise", fused=True, nonlinear="bf16"):
+    """(converted layer, amax history)"""
+    model, config = copy.deepcopy(LAYER), LinearConfig(recipe=recipe, backend="reference")
+    history = apply_plan(model, make_plan(model, config), config, "cpu")
+    if fused:
+        fuse_producers(model, ActivationsConfig(fused=True, nonlinear=nonlinear))
+    return model, history
+
+
+def inputs(family="normal", seed=0):
+    if family == "normal":
+        x = torch.randn(BATCH * LENGTH, WIDTH, generator=torch.Generator().manual_seed(seed))
+    else:
+        x = many_scales(family, BATCH * LENGTH, WIDTH, seed)
+    return x.bfloat16().view(BATCH, LENGTH, WIDTH)
+
+
+def run(model, x, grad):
+    """name -> output, input's gradient, all parameters' gradients"""
+    x = x.clone().requires_grad_()
+    output = model(x * 1)
+    output.backward(grad)
+    found = {"output": output.detach(), "x": x.grad} | {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+def without_casts(model):
+    """The same model, but readers quantise for themselves what the fused modules compute."""
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        if isinstance(module, Fp8Linear):
+            module.fp8_recipe.producer_scaling = lambda: None
+    return model
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_linears_read_the_bytes_that_they_would_make_themselves(recipe):
+    """And so everything behind is equal to the bit: outputs, gradients, recorded amaxes, over three updates."""
+    model, history = make(recipe)
+    plain = without_casts(model)
+    plain_history = None if history is None else plain.layer.mlp.up_proj.fp8_recipe.history
+    for step in range(1 if history is None else 3):
+        x, grad = inputs(seed=step), inputs(seed=10 + step) * 1e-3
+        expected, got = run(plain, x, grad), run(model, x, grad)
+        for name, value in expected.items():
+            assert_bitwise(value, got[name])
+        if history is not None:
+            assert_bitwise(plain_history.amax_local, history.amax_local)
+            assert (history.amax_local > 0).all()
+            for one in (history, plain_history):
+                one.update(one.amax_local.clone())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_layer_computes_what_the_unfused_one_computes(recipe):
+    """Up to rstd's and exp's last bits, which move single codes, and to the bf16 roundings within autograd."""
+    x, grad = inputs(), inputs(seed=1) * 1e-3
+    expected, got = run(make(recipe, fused=False)[0], x, grad), run(make(recipe)[0], x, grad)
+    for name, value in expected.items():
+        assert sqnr_db(value, got[name]) > 30, name
+
+
+# Of quantising x: unfused q, k and v share one, gate and up one, o and down have their own.
+CASTS = {
+    "tensorwise": ("fp8_ds.quantize_and_transpose_tensorwise", 4, 1),
+    "delayed": ("fp8_ds.quantize_and_transpose_delayed", 4, 1),
+    "rowwise": ("fp8_ds.quantize_rowwise", 4 + 7, 1 + 7),  # seven weights without ZeRO
+    "rowwise_with_gw_hp": ("fp8_ds.quantize_rowwise", 4 + 7, 1 + 7),
+    "blockwise": ("fp8_ds.quantize_blockwise", 4 + 7, 4 + 7),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_producers_cast_is_not_cast_again(recipe):
+    name, unfused, fused = CASTS[recipe]
+    for is_fused, expected in ((False, unfused), (True, fused)):
+        model, history = make(recipe, is_fused)
+        if history is not None:
+            history.update(torch.ones_like(history.amax_local))
+        with Calls() as calls:
+            model(inputs())
+        assert calls.names[name] == expected
+        assert calls.names["fp8_ds.record_amax"] == 0
+        assert calls.names["fp8_ds.rmsnorm"] == 2 * is_fused and calls.names["fp8_ds.swiglu"] == is_fused
+
+
+class Alias(torch.autograd.Function):
+    """What ZeRO-3's hooks do to inputs and outputs of each module."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def test_fp8_tensors_are_found_through_hooks_that_pass_aliases_on():
+    model, _ = make()
+    expected = run(model, inputs(), inputs(seed=1))
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda _, args: tuple(map(Alias.apply, args)) or None)
+        module.register_forward_hook(lambda _, args, out: Alias.apply(out) if isinstance(out, torch.Tensor) else None)
+    with Calls() as calls:
+        got = run(model, inputs(), inputs(seed=1))
+    assert calls.names["fp8_ds.quantize_and_transpose_tensorwise"] == 1 + 7
+    for name, value in expected.items():
+        assert_bitwise(value, got[name])
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_evaluation_records_nothing_and_computes_the_same(recipe):
+    model, history = make(recipe)
+    if history is not None:
+        history.update(torch.ones_like(history.amax_local))
+    expected = model(inputs()).detach()
+    if history is not None:
+        history.amax_local.zero_()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert_bitwise(model(inputs()), expected)
+    assert history is None or not history.amax_local.any()
+
+
+def test_parameters_and_their_names_stay():
+    model, _ = make()
+    assert [(n, p.shape) for n, p in model.named_parameters()] == [(n, p.shape) for n, p in LAYER.named_parameters()]
+    assert list(model.state_dict()) == list(LAYER.state_dict())
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in LAYER.named_modules()]
+    LAYER.load_state_dict(model.state_dict())
+    assert isinstance(model.layer.input_layernorm, (modeling.LlamaRMSNorm, FusedModule))
+
+
+# --- what is fused, and what is said ---
+
+
+def causal_lm(**keys):
+    config = copy.deepcopy(CONFIG)
+    for key, value in keys.items():
+        setattr(config, key, value)
+    return modeling.LlamaForCausalLM(config).bfloat16()
+
+
+def convert(model, recipe="tensorwise", **keys):
+    config = LinearConfig(recipe=recipe, backend="reference", **keys)
+    plan = make_plan(model, config)
+    apply_plan(model, plan, config, "cpu")
+    return plan
+
+
+FUSED = ActivationsConfig(fused=True)
+
+
+def test_a_llama_is_fused_but_for_its_last_norm():
+    model = causal_lm()
+    convert(model)
+    fusion = fuse_producers(model, FUSED)
+    assert fusion.describe() == ("fp8: fused 2 norms and 1 SwiGLU; left: model.norm (no FP8 linear is seen to read it)")
+    layer = model.model.layers[0]
+    assert [type(m).__name__ for m in (layer.input_layernorm, layer.mlp)] == ["Fp8LlamaRMSNorm", "Fp8LlamaMLP"]
+    assert type(model.model.norm) is modeling.LlamaRMSNorm
+    attention = layer.self_attn
+    assert layer.input_layernorm.fp8_producer.readers == (attention.q_proj, attention.k_proj, attention.v_proj)
+    assert layer.post_attention_layernorm.fp8_producer.readers == (layer.mlp.gate_proj, layer.mlp.up_proj)
+    with pytest.raises(ConfigError, match=r"^model: expected no fused module yet, got one at 'model\.layers\.0\.mlp'"):
+        fuse_producers(model, FUSED)
+
+
+def test_what_no_fp8_linear_reads_is_left():
+    model = causal_lm()
+    convert(model, filter_fqns=("lm_head", "down_proj", "q_proj", "k_proj", "v_proj"))
+    assert fuse_producers(model, FUSED).describe() == (
+        "fp8: fused 1 norm and 0 SwiGLUs; left: model.layers.0.mlp and 2 more (no FP8 linear is seen to read it)"
+    )
+
+
+def test_a_norm_with_one_reader_in_bf16_is_fused_and_gives_it_true_values():
+    model = causal_lm()
+    convert(model, filter_fqns=("lm_head", "k_proj"))
+    stock = copy.deepcopy(model)
+    fuse_producers(model, FUSED)
+    assert isinstance(model.model.layers[0].input_layernorm, FusedRMSNorm)
+    tokens = torch.arange(LENGTH)[None]
+    assert sqnr_db(stock(tokens).logits.detach(), model(tokens).logits.detach()) > 30
+
+
+def test_readers_of_two_recipes_leave_a_norm_alone():
+    model = causal_lm()
+    convert(model)
+    other = causal_lm()
+    convert(other, "rowwise")
+    attention = model.model.layers[0].self_attn
+    attention.q_proj.fp8_recipe = other.model.layers[0].self_attn.q_proj.fp8_recipe
+    text = fuse_producers(model, FUSED).describe()
+    assert "left: model.layers.0.input_layernorm (read by recipes rowwise and tensorwise), model.norm (" in text
+
+
+def test_a_norm_used_in_two_places_is_left():
+    model = causal_lm()
+    convert(model)
+    layer = model.model.layers[0]
+    layer.post_attention_layernorm = layer.input_layernorm
+    assert "(used in several places)" in fuse_producers(model, FUSED).describe()
+    assert type(layer.input_layernorm) is modeling.LlamaRMSNorm
+
+
+def test_an_unknown_model_says_so_in_one_line():
+    model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32))
+    convert(model)
+    fusion = fuse_producers(model, FUSED)
+    assert fusion.describe().startswith("fp8: fused nothing: no RMSNorm and no SwiGLU was found (modules with a weight")
+    assert not any(isinstance(module, FusedModule) for module in model.modules())
+
+
+def test_gemmas_norms_are_left_with_the_reason_and_its_gelu_too():
+    gemma = pytest.importorskip("transformers.models.gemma.modeling_gemma")
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = gemma.GemmaForCausalLM(gemma.GemmaConfig(**shape, head_dim=32, num_key_value_heads=1, vocab_size=64))
+    convert(model.bfloat16())
+    assert fuse_producers(model, FUSED).describe() == (
+        "fp8: fused 0 norms and 0 SwiGLUs; left: model.layers.0.mlp and 1 more (its activation is not known to be "
+        "SiLU), model.layers.0.input_layernorm and 4 more (other arithmetic)"
+    )
+
+
+def test_qwens_norms_of_q_and_k_have_no_linear_behind_them():
+    qwen = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = qwen.Qwen3Config(**shape, head_dim=32, num_key_value_heads=1, vocab_size=64)
+    model = qwen.Qwen3ForCausalLM(config).bfloat16()
+    convert(model)
+    fusion = fuse_producers(model, FUSED)
+    assert [fqn.rpartition(".")[2] for fqn, _ in fusion.left] == ["q_norm", "k_norm", "norm"]
+    model(torch.arange(16)[None]).logits.float().sum().backward()
+
+
+def test_layers_taken_back_to_bf16_later_are_served_as_such():
+    model = copy.deepcopy(LAYER)
+    plan = convert(model)
+    fuse_producers(model, FUSED)
+    revert(model, plan, [row.fqn for row in plan.layers], "test")
+    for name, value in run(LAYER, inputs(), inputs(seed=1)).items():
+        assert_bitwise(value, run(model, inputs(), inputs(seed=1))[name])
+
+
+# --- memory and error of what is kept ---
+
+
+def kept_bytes(model, by_linears=False):
+    """Bytes that autograd keeps for one training forward; parameters are not counted.
+
+    Each storage counts once. Tensors that autograd functions hold as attributes count too.
+
+    by_linears: of the linears alone, for which they get hooks: the MLP calls them one by one then.
+    """
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    sizes, of_linears, depth, handles = {}, set(), [], []
+    for module in model.modules():
+        if by_linears and isinstance(module, nn.Linear):
+            handles.append(module.register_forward_pre_hook(lambda *_: depth.append(1)))
+            handles.append(module.register_forward_hook(lambda *_: depth.pop() and None))
+
+    def count(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            sizes[storage.data_ptr()] = storage.nbytes()
+            if depth:
+                of_linears.add(storage.data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        output = model(inputs().requires_grad_() * 1)
+    for handle in handles:
+        handle.remove()
+    seen, nodes = set(), [output.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+        for value in vars(node).values() if hasattr(node, "__dict__") else ():
+            if isinstance(value, torch.Tensor):
+                count(value)
+    return sum(sizes[one] for one in (of_linears if by_linears else sizes))
+
+
+# Share of what the bf16 layer keeps: by linears (whichever producers), and by the whole layer: not fused, fused, fused
+# with inputs in FP8. Two bytes an element of x in bf16, one in FP8; scales are what is above a half.
+KEPT = {
+    "tensorwise": (0.50, 0.92, 0.55, 0.39),
+    "delayed": (0.50, 0.92, 0.55, 0.39),
+    "rowwise": (0.51, 0.92, 0.55, 0.39),
+    "rowwise_with_gw_hp": (1.00, 1.00, 0.57, 0.41),
+    "blockwise": (0.52, 0.92, 0.55, 0.39),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_linears_keep_half_and_the_fused_layer_less_than_half_of_bf16s_bytes(recipe):
+    linears_bf16, layer_bf16 = kept_bytes(LAYER, by_linears=True), kept_bytes(LAYER)
+    linears, *layers = KEPT[recipe]
+    for (fused, nonlinear), expected in zip([(False, "bf16"), (True, "bf16"), (True, "fp8")], layers, strict=True):
+        model, history = make(recipe, fused, nonlinear)
+        if history is not None:
+            history.update(torch.ones_like(history.amax_local))
+        by_linears, by_all = kept_bytes(model, by_linears=True), kept_bytes(model)
+        assert by_linears / linears_bf16 == pytest.approx(linears, abs=0.01)
+        assert by_all / layer_bf16 == pytest.approx(expected, abs=0.01), (recipe, fused, nonlinear)
+        assert recipe == "rowwise_with_gw_hp" or by_linears <= 0.55 * linears_bf16
+
+
+class Always(Producer):
+    """Fused though its readers are in bf16: what is kept in FP8 is then all that differs from bf16."""
+
+    def recipe(self):
+        class Silent:
+            def producer_scaling(self):
+                return None
+
+        return Silent()
+
+
+def only_nonlinear(nonlinear):
+    model = copy.deepcopy(LAYER)
+    layer = model.layer
+    for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+        FusedRMSNorm.from_norm(norm, (CONFIG.rms_norm_eps, "twice"), Always((), nonlinear))
+    FusedSwiglu.from_mlp(layer.mlp, parts_of(layer.mlp), Always((), nonlinear))
+    return model
+
+
+def cosine(a, b):
+    return torch.nn.functional.cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0).item()
+
+
+def trained_like(seed=0):
+    """Heavy tails, channels of different ranges, an outlier channel, and a token a thousand times larger.
+
+    Source: the magnitudes, testing/inputs.py; massive activations, Sun et al., arXiv 2402.17762.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(BATCH * LENGTH, WIDTH, generator=generator)
+    x = x / torch.rand(BATCH * LENGTH, WIDTH, generator=generator).clamp_min(0.05)
+    x *= torch.exp2(torch.randn(WIDTH, generator=generator))
+    x[:, 17] *= 20
+    x[0, 40] = 1000 * x.abs().median()
+    return x.bfloat16().view(BATCH, LENGTH, WIDTH)
+
+
+# Smallest measured over these families with three seeds each: layer 0.99976, input 0.99987, a matrix 0.99952. A norm's
+# weight 0.9926: where an outlier channel outweighs the others, its gradient hangs on one sum that may cancel by chance.
+@pytest.mark.parametrize("family", ["normal", "per_row", "per_column", "outlier_channel", "trained"])
+def test_gradients_of_inputs_kept_in_fp8_have_cosine_0_999_with_bf16s(family):
+    x = trained_like() if family == "trained" else inputs(family)
+    grad = inputs(seed=1) * 1e-3
+    exact, kept = run(LAYER, x, grad), run(only_nonlinear("fp8"), x, grad)
+    weights = [name for name in exact if name not in ("output", "x")]
+    whole = [torch.cat([found[name].flatten() for name in weights]) for found in (exact, kept)]
+    assert sqnr_db(exact["output"], kept["output"]) > 40
+    assert 0.999 <= cosine(*whole) < 0.99999
+    assert cosine(exact["x"], kept["x"]) >= 0.999
+    for name in weights:
+        assert cosine(exact[name], kept[name]) >= (0.99 if "norm" in name else 0.999), name

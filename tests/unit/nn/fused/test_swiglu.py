@@ -1,0 +1,569 @@
+"""The SwiGLU MLP as one function: the bits of its linears called one by one, what it keeps, when it is taken."""
+
+import copy
+import itertools
+import pickle
+import shutil
+from collections import Counter
+
+import pytest
+import torch
+from support import many_scales
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from fp8_ds.config import ActivationsConfig, LinearConfig
+from fp8_ds.nn import apply_plan, make_plan
+from fp8_ds.nn.fused import mlp as mlp_module
+from fp8_ds.nn.fused.search import fuse_producers
+from fp8_ds.nn.linear.payload import Fp8Payload
+from fp8_ds.numerics.formats import E4M3
+from fp8_ds.ops.quantize import quantize_tensorwise
+from fp8_ds.ops.swiglu import (
+    swiglu,
+    swiglu_backward_and_columns,
+    swiglu_backward_kept,
+    swiglu_columns,
+)
+from fp8_ds.ops.transpose import transpose
+from fp8_ds.testing import assert_bitwise, sqnr_db
+
+TOKENS, WIDTH, HIDDEN = 48, 64, 160
+RECIPES = ("tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")
+NAMES = ("gate_proj", "up_proj", "down_proj")
+COVERING = list(zip(RECIPES, itertools.cycle(("fp8", "bf16")), strict=False))
+OTHERS = [(recipe, "bf16" if nonlinear == "fp8" else "fp8") for recipe, nonlinear in COVERING]
+OF_A_GRAPH = [*COVERING, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
+"""A graph takes a second to make: by default each recipe once, each way to keep gate and up at least twice."""
+
+
+class Mlp(nn.Module):
+    def __init__(self, bias=False):
+        super().__init__()
+        self.gate_proj = nn.Linear(WIDTH, HIDDEN, bias=bias)
+        self.up_proj = nn.Linear(WIDTH, HIDDEN, bias=bias)
+        self.down_proj = nn.Linear(HIDDEN, WIDTH, bias=bias)
+
+    def forward(self, x):
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def make(recipe="tensorwise", nonlinear="bf16", bias=False, updates=1):
+    """(fused MLP, amax history with so many updates)"""
+    torch.manual_seed(0)
+    mlp, config = Mlp(bias).bfloat16(), LinearConfig(recipe=recipe)
+    history = apply_plan(mlp, make_plan(mlp, config), config, "cpu")
+    fuse_producers(mlp, ActivationsConfig(fused=True, nonlinear=nonlinear))
+    for _ in range(updates if history is not None else 0):
+        history.update(torch.tensor([50.0, 0.1, 50.0, 0.1, 100.0, 0.1]))
+    return mlp, history
+
+
+def one_by_one(mlp):
+    """The same MLP with a hook, so that its linears are called as modules."""
+    mlp.gate_proj.register_forward_hook(lambda *_: None)
+    return mlp
+
+
+def inputs(seed=0, scale=1.0):
+    x = many_scales("per_row", TOKENS, WIDTH, seed).clamp(-50, 50) * scale
+    return x.bfloat16().view(3, TOKENS // 3, WIDTH)
+
+
+def run(function, mlp, x=None, grad=None, x_trains=True):
+    """Output and all gradients, None where there is none; the input is a computed one."""
+    x = (inputs() if x is None else x).clone().requires_grad_(x_trains)
+    output = function(x * 1)
+    if output.requires_grad:
+        output.backward(inputs(1, 1e-3) if grad is None else grad)
+    found = {"output": output.detach(), "x": x.grad} | {name: p.grad for name, p in mlp.named_parameters()}
+    mlp.zero_grad()
+    return found
+
+
+def assert_same(expected, got):
+    for name, value in expected.items():
+        if value is None:
+            assert got[name] is None, name
+        else:
+            assert_bitwise(value, got[name])
+            assert value.isfinite().all() and value.any(), name
+
+
+class Calls(TorchDispatchMode):
+    """Counts the ops of this package."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "fp8_ds":
+            self.names[func.name().removeprefix("fp8_ds::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def graphs_of(mlp):
+    """Forward and backward graph of one training step."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    torch._dynamo.reset()
+    graphs = []
+
+    def compiler(module, example_inputs):
+        graphs.append(module.graph)
+        return make_boxed_func(module.forward)
+
+    partition = min_cut_rematerialization_partition
+    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)
+    compiled = torch.compile(mlp, backend=backend, fullgraph=True)
+    compiled(inputs().requires_grad_() * 1).backward(inputs(1, 1e-3))
+    return graphs
+
+
+def ops_of(graph):
+    """How often each op of ours is in a graph. One that writes an argument is itself one, of auto_functionalized."""
+    targets = [str(target) for node in graph.nodes for target in (node.target, *node.args[:1])]
+    return Counter(text.split(".")[1] for text in targets if text.startswith("fp8_ds."))
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Grows by one for every forward that is one function."""
+    calls = []
+    stock = mlp_module.swiglu_mlp
+    monkeypatch.setattr(mlp_module, "swiglu_mlp", lambda *args: calls.append(1) or stock(*args))
+    return calls
+
+
+# --- numbers ---
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_outputs_gradients_and_amaxes_are_those_of_the_linears_called_one_by_one(recipe, bias, taken):
+    (one, history), (parts, parts_history) = make(recipe, bias=bias, updates=0), make(recipe, bias=bias, updates=0)
+    one_by_one(parts)
+    for step in range(1 if history is None else 3):
+        batch = inputs(step), inputs(10 + step, 1e-3)
+        assert_same(run(parts, parts, *batch), run(one, one, *batch))
+        assert len(taken) == step + 1
+        if history is not None:
+            assert (history.amax_local > 0).all()
+            assert_bitwise(parts_history.amax_local, history.amax_local)
+            for each in (history, parts_history):
+                each.update(each.amax_local.clone())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_kept_in_fp8_the_output_is_the_same_and_gradients_are_within_its_error(recipe):
+    models = make(recipe)[0], make(recipe, "fp8")[0], one_by_one(make(recipe, "fp8")[0])
+    exact, kept, parts = (run(mlp, mlp) for mlp in models)
+    assert_bitwise(exact["output"], kept["output"])
+    assert_bitwise(parts["x"], kept["x"])  # the product's columns alone are others
+    assert_bitwise(parts["gate_proj.weight"], kept["gate_proj.weight"])
+    assert 20 < sqnr_db(parts["down_proj.weight"], kept["down_proj.weight"]) < 40
+
+
+OPS = {
+    "tensorwise": {"quantize_and_transpose_tensorwise": 1, "swiglu_backward_and_columns": 1, "transpose": 2 + 3},
+    "delayed": {"quantize_and_transpose_delayed": 1, "swiglu_backward_and_columns": 1, "transpose": 2 + 3},
+    "rowwise": {"quantize_rowwise": 3, "quantize_colwise_t": 3, "swiglu": 1, "swiglu_backward": 1, "transpose": 1 + 3},
+    "rowwise_with_gw_hp": {"quantize_rowwise": 3, "swiglu": 1, "swiglu_backward": 1, "transpose": 3},
+    "blockwise": {"quantize_blockwise": 4, "swiglu": 1, "swiglu_backward": 1, "transpose": 3},
+}
+"""Of a backward with weights in FP8: what is cast from bf16 (grad_output, the two other gradients where their scales
+hang on weights, blockwise the product too), the product or its columns again, columns from rows, weights transposed."""
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_backward_casts_from_bf16_only_what_it_must(recipe, monkeypatch):
+    mlp, _ = make(recipe)
+    weights = {id(p): mlp.get_submodule(name).fp8_recipe.quantize_weight(p.detach()) for name, p in weights_of(mlp)}
+    monkeypatch.setattr("fp8_ds.nn.linear.fp8_linear.read_weight", lambda weight, recipe: weights[id(weight)])
+    output = mlp(inputs().requires_grad_() * 1)
+    with Calls() as calls:
+        output.backward(inputs(1, 1e-3))
+    del calls.names["scaled_mm"], calls.names["scaled_mm_blockwise"]
+    assert calls.names == OPS[recipe]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_what_is_kept_in_fp8_does_not_come_back_in_bf16(recipe):
+    mlp, _ = make(recipe, "fp8")
+    output = mlp(inputs().requires_grad_() * 1)
+    with Calls() as calls:
+        output.backward(inputs(1, 1e-3))
+    assert calls.names["swiglu_columns"] == calls.names["swiglu_backward_and_columns"] == 1
+    assert calls.names["dequantize_groupwise"] == calls.names["swiglu_backward_to_fp8"] == 0
+
+
+@pytest.mark.parametrize("is_one_op", [True, False])
+@pytest.mark.parametrize("nonlinear", ["bf16", "fp8"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_the_products_columns_are_the_bytes_of_its_rows_transposed(recipe, nonlinear, is_one_op, monkeypatch):
+    """Beside the gradients or by themselves; and nothing of it is recorded twice."""
+    (rows, rows_history), (columns, history) = make(recipe, nonlinear), make(recipe, nonlinear)
+
+    def from_rows(gate, up, fmt, scaling, *, amax=None):
+        found, _ = swiglu(gate, up, fmt, scaling, record=False)
+        return transpose(found.x_fp8), found.scale_inv
+
+    with monkeypatch.context() as patched:
+        patched.setattr("fp8_ds.nn.fused.swiglu.swiglu_columns", from_rows)
+        patched.setattr("fp8_ds.nn.fused.swiglu.scalings_of_one_op", lambda recipes, wanted: None)
+        expected = run(rows, rows)
+    if not is_one_op:
+        monkeypatch.setattr("fp8_ds.nn.fused.swiglu.scalings_of_one_op", lambda recipes, wanted: None)
+    assert_same(expected, run(columns, columns))
+    if history is not None:
+        assert_bitwise(rows_history.amax_local, history.amax_local)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "nonlinear", "whose"),
+    [("tensorwise", "bf16", "forward"), ("tensorwise", "fp8", "gradients"), ("delayed", "bf16", "nobody")],
+)
+def test_the_products_amax_is_measured_with_what_is_read_for_something_else(recipe, nonlinear, whose, monkeypatch):
+    """The forward's, where gate and up come back as they were, else that of the pass for the gradients' amaxes."""
+    measured, again, used = [], [], []
+
+    def forward(*args, **kwargs):
+        measured.append(swiglu(*args, **kwargs))
+        return measured[-1]
+
+    def columns(*args, amax, **kwargs):
+        used.append(amax)
+        return swiglu_backward_and_columns(*args, amax=amax, **kwargs)
+
+    def kept(*args, **kwargs):
+        found = swiglu_backward_kept(*args, **kwargs)
+        again.append(found[2])
+        return found
+
+    def kept_columns(*args, amax=None, **kwargs):
+        used.append(amax)
+        return swiglu_columns(*args, amax=amax, **kwargs)
+
+    monkeypatch.setattr("fp8_ds.nn.fused.swiglu.swiglu", forward)
+    monkeypatch.setattr("fp8_ds.nn.fused.swiglu.swiglu_backward_and_columns", columns)
+    monkeypatch.setattr("fp8_ds.nn.fused.swiglu.swiglu_backward_kept", kept)
+    monkeypatch.setattr("fp8_ds.nn.fused.swiglu.swiglu_columns", kept_columns)
+    run(*[make(recipe, nonlinear)[0]] * 2)
+    assert len(measured) == len(used) == 1 and len(again) == (whose == "gradients")
+    expected = {"forward": measured[0][1], "gradients": next(iter(again), None), "nobody": None}[whose]
+    assert (used[0] is None) == (expected is None)
+    if expected is not None:
+        assert_bitwise(expected, used[0])
+
+
+def weights_of(mlp):
+    return [(name, mlp.get_submodule(name).weight) for name in NAMES]
+
+
+# --- what is kept ---
+
+
+def of_tokens(tensors):
+    """(dtype, shape) -> how many of them have a row or a column for each token."""
+    return Counter((t.dtype, tuple(t.shape)) for t in tensors if TOKENS in t.shape)
+
+
+def kept_by(mlp):
+    """What autograd keeps of a training forward."""
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        mlp(inputs().requires_grad_() * 1)
+    return of_tokens(kept)
+
+
+def kept_by_graph(mlp):
+    """What a compiled training forward returns beside its output: not all of it passes hooks."""
+    (output,) = (node for node in graphs_of(mlp)[0].nodes if node.op == "output")
+    values = (getattr(node, "meta", {}).get("val") for node in output.args[0])
+    return of_tokens(value for value in values if isinstance(value, torch.Tensor))
+
+
+def expected_kept(recipe, nonlinear):
+    fp8, wide = torch.float8_e4m3fn, torch.bfloat16
+    kept = Counter()
+    kept[(wide, (TOKENS, WIDTH)) if recipe == "rowwise_with_gw_hp" else (fp8, (WIDTH, TOKENS))] = 1
+    kept[wide if nonlinear == "bf16" else fp8, (TOKENS, HIDDEN)] = 2
+    if nonlinear == "fp8":
+        kept[torch.float32, (TOKENS, 2)] = 2
+    return kept
+
+
+@pytest.mark.parametrize("nonlinear", ["bf16", "fp8"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_kept_are_one_layout_of_the_input_and_gate_and_up(recipe, nonlinear):
+    assert_kept(kept_by(make(recipe, nonlinear)[0]), recipe, nonlinear)
+
+
+@pytest.mark.parametrize(("recipe", "nonlinear"), OF_A_GRAPH)
+def test_kept_by_a_graph_are_one_layout_of_the_input_and_gate_and_up(recipe, nonlinear):
+    assert_kept(kept_by_graph(make(recipe, nonlinear)[0]), recipe, nonlinear)
+
+
+def assert_kept(found, recipe, nonlinear):
+    scales = {key for key in found if key[0] == torch.float32 and key[1] in [(TOKENS, 1), (TOKENS,)]}
+    assert len(scales) == (recipe == "rowwise")
+    for key in scales:
+        del found[key]
+    assert found == expected_kept(recipe, nonlinear)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_evaluation_computes_the_same_and_keeps_and_records_nothing(recipe, mode, taken):
+    mlp, history = make(recipe, "fp8")
+    expected = mlp(inputs()).detach()
+    if history is not None:
+        history.amax_local.zero_()
+    with mode(), Calls() as calls:
+        assert_bitwise(mlp(inputs()), expected)
+    assert len(taken) == 2 and (history is None or not history.amax_local.any())
+    casts = calls.names["quantize_blockwise"]  # of gate and up it would be one more each
+    assert casts == (2 + 3 if recipe == "blockwise" else 0) and calls.names["transpose"] == 0
+
+
+# --- when it is taken ---
+
+
+HOOKS = {
+    "forward": lambda mlp: mlp.gate_proj.register_forward_hook(lambda *_: None),
+    "forward pre": lambda mlp: mlp.up_proj.register_forward_pre_hook(lambda *_: None),
+    "backward": lambda mlp: mlp.down_proj.register_full_backward_hook(lambda *_: None),
+    "backward pre": lambda mlp: mlp.down_proj.register_full_backward_pre_hook(lambda *_: None),
+    "of all modules": lambda mlp: nn.modules.module.register_module_forward_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_while_a_linear_has_a_hook_linears_are_called_one_by_one(kind, taken):
+    mlp, _ = make()
+    handle = HOOKS[kind](mlp)
+    hooked = run(mlp, mlp)
+    assert not taken
+    handle.remove()
+    assert_same(run(mlp, mlp), hooked)
+    assert len(taken) == 1
+
+
+def with_its_own_forward(mlp):
+    linear = mlp.up_proj
+    linear.forward = lambda x: type(linear).forward(linear, x)
+
+
+def with_a_bf16_linear(mlp):
+    del mlp.gate_proj.fp8_recipe
+    mlp.gate_proj.__class__ = nn.Linear
+
+
+def with_another_recipe(mlp):
+    mlp.up_proj.fp8_recipe = make("rowwise")[0].up_proj.fp8_recipe
+
+
+def with_another_gradient_format(mlp):
+    mlp.up_proj.fp8_recipe.grad_format = E4M3
+
+
+@pytest.mark.parametrize(
+    "change", [with_its_own_forward, with_a_bf16_linear, with_another_recipe, with_another_gradient_format]
+)
+def test_linears_that_are_not_alike_are_called_one_by_one(change, taken):
+    mlp, _ = make()
+    expected = run(mlp, mlp)
+    taken.clear()
+    change(mlp)
+    for name, value in run(mlp, mlp).items():
+        assert sqnr_db(expected[name], value) > 15
+    assert not taken
+
+
+def test_a_partitioned_weight_is_left_to_its_module():
+    mlp, _ = make()
+    assert mlp_module.is_one_function([mlp.gate_proj, mlp.up_proj, mlp.down_proj])
+    mlp.down_proj.weight.data = torch.empty(0, dtype=torch.bfloat16)
+    assert not mlp_module.is_one_function([mlp.gate_proj, mlp.up_proj, mlp.down_proj])
+
+
+def test_with_a_hook_a_graph_has_the_stock_module():
+    mlp, _ = make()
+    mlp.up_proj.register_forward_hook(lambda *_: None)
+    forward, backward = map(ops_of, graphs_of(mlp))
+    assert forward["scaled_mm"] == 3 and forward["swiglu"] == 0 and backward["swiglu_backward_to_fp8"] == 0
+
+
+# --- graphs of torch.compile ---
+
+
+@pytest.mark.parametrize(("recipe", "nonlinear"), OF_A_GRAPH)
+def test_compiled_is_one_graph_with_the_bits_of_eager(recipe, nonlinear):
+    torch._dynamo.reset()
+    (eager, history), (mlp, compiled_history) = (make(recipe, nonlinear, bias=True) for _ in range(2))
+    compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True)
+    assert_same(run(eager, eager), run(compiled, mlp))
+    if history is not None:
+        assert_bitwise(history.amax_local, compiled_history.amax_local)
+
+
+def test_one_graph_serves_batches_of_other_lengths():
+    torch._dynamo.reset()
+    mlp, _ = make()
+    compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True, dynamic=True)
+    torch._dynamo.utils.counters.clear()
+    for num_tokens in (16, 40):
+        x, grad = torch.randn(2, num_tokens, WIDTH).bfloat16(), torch.randn(2, num_tokens, WIDTH).bfloat16()
+        assert_same(run(mlp, mlp, x, grad), run(compiled, mlp, x, grad))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.slow  # inductor compiles C++
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ for the CPU")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_inductor_gives_the_bits_of_eager(recipe):
+    torch._dynamo.reset()
+    (eager, history), (mlp, compiled_history) = make(recipe), make(recipe)
+    assert_same(run(eager, eager), run(torch.compile(mlp, fullgraph=True), mlp))
+    if history is not None:
+        assert_bitwise(history.amax_local, compiled_history.amax_local)
+
+
+def test_compiled_delayed_scaling_compiles_twice_over_many_steps():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    (eager, history), (mlp, compiled_history) = (make("delayed", updates=0) for _ in range(2))
+    compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True)
+    for step in range(4):
+        batch = inputs(step), inputs(10 + step, 1e-3)
+        assert_same(run(eager, eager, *batch), run(compiled, mlp, *batch))
+        for each in (history, compiled_history):
+            each.update(each.amax_local.clone())
+        assert_bitwise(history.scale, compiled_history.scale)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_a_graph_casts_the_input_once_and_makes_the_product_again_in_its_backward(recipe):
+    forward, backward = map(ops_of, graphs_of(make(recipe)[0]))
+    assert forward[f"quantize_and_transpose_{recipe}"] == backward[f"quantize_and_transpose_{recipe}"] == 1
+    assert forward["swiglu"] == backward["swiglu_backward_and_columns"] == 1
+    assert backward["swiglu_columns"] == backward["swiglu_backward_to_fp8"] == backward["swiglu"] == 0
+
+
+# --- autograd ---
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_frozen_weights_leave_the_other_gradients_and_amaxes_as_they_are(recipe, taken):
+    for x_trains, *trains in itertools.product([True, False], repeat=4):
+        (one, history), (parts, parts_history) = make(recipe), make(recipe)
+        one_by_one(parts)
+        for mlp in (one, parts):
+            for (_, weight), is_trained in zip(weights_of(mlp), trains, strict=True):
+                weight.requires_grad_(is_trained)
+        taken.clear()
+        assert_same(run(parts, parts, x_trains=x_trains), run(one, one, x_trains=x_trains))
+        assert len(taken) == 1
+        if history is not None:
+            assert_bitwise(parts_history.amax_local, history.amax_local)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_checkpointing_gives_the_same_bits_and_amaxes(recipe, use_reentrant, taken):
+    mlp, history = make(recipe)
+    expected = run(mlp, mlp)
+    recorded = None if history is None else history.amax_local.clone()
+    if history is not None:
+        history.amax_local.zero_()
+    assert_same(expected, run(lambda x: checkpoint(mlp, x, use_reentrant=use_reentrant), mlp))
+    assert len(taken) == 3
+    if history is not None:
+        assert_bitwise(recorded, history.amax_local)
+
+
+def test_two_uses_of_a_module_add_their_gradients():
+    mlp, _ = make()
+    both = run(lambda x: mlp(x) + mlp(x * 2), mlp)
+    one, other = run(mlp, mlp), run(lambda x: mlp(x * 2), mlp)
+    for name, _ in weights_of(mlp):
+        assert_bitwise(one[f"{name}.weight"] + other[f"{name}.weight"], both[f"{name}.weight"])
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda mlp: pickle.loads(pickle.dumps(mlp))])
+def test_copies_compute_the_same_with_weights_of_their_own(duplicate, taken):
+    mlp, _ = make()
+    other = duplicate(mlp)
+    assert_same(run(mlp, mlp), run(other, other))
+    with torch.no_grad():
+        other.up_proj.weight.zero_()
+    assert not other(inputs()).any() and mlp(inputs()).any()
+    assert len(taken) == 4
+
+
+def test_hooks_on_the_parameters_run_for_all_three_weights():
+    """As ZeRO's, which reduce gradients."""
+    mlp, seen = make()[0], []
+    for name, weight in weights_of(mlp):
+        weight.register_post_accumulate_grad_hook(lambda p, name=name: seen.append((name, p.grad.shape == p.shape)))
+    run(mlp, mlp)
+    assert sorted(seen) == sorted((name, True) for name in NAMES)
+
+
+def test_backward_reads_bytes_gathered_after_the_forward():
+    """As ZeRO-3 inside a leaf module: forward's bytes are gone then."""
+    mlp, _ = make()
+    expected = run(mlp, mlp)
+    for _, weight in weights_of(mlp):
+        data, scale_inv = quantize_tensorwise(weight.detach(), E4M3)
+        weight._fp8 = Fp8Payload("weight", 1 / scale_inv, scale_inv, weight.dtype)
+        weight._fp8.data = data
+        weight.data = weight._fp8.nominal(weight.shape)
+    x = inputs().requires_grad_()
+    output = mlp(x * 1)
+    for _, weight in weights_of(mlp):
+        shard = weight._fp8.data.clone()
+        weight._fp8.data.view(torch.uint8).fill_(0x7F)
+        weight._fp8.data = shard
+    output.backward(inputs(1, 1e-3))
+    assert_same(expected, {"output": output.detach(), "x": x.grad} | {n: p.grad for n, p in mlp.named_parameters()})
+
+
+def test_an_input_that_the_norm_has_quantised_is_not_quantised_again():
+    mlp, _ = make()
+    x = inputs().requires_grad_() * 1
+    recipe = mlp.gate_proj.fp8_recipe
+    recipe.quantize_input(x, needs_columns=True, record=True)
+    with Calls() as calls:
+        mlp(x)
+    assert calls.names["quantize_and_transpose_tensorwise"] == 0
+
+
+@pytest.mark.parametrize("shape", [(WIDTH,), (1, WIDTH), (2, 3, 5, WIDTH), (0, WIDTH)], ids=str)
+def test_any_number_of_leading_dims(shape):
+    (one, _), (parts, _) = make(), make()
+    one_by_one(parts)
+    x, grad = torch.randn(shape).bfloat16(), torch.randn(shape).bfloat16()
+    expected, got = run(parts, parts, x, grad), run(one, one, x, grad)
+    assert got["output"].shape == shape
+    for name, value in expected.items():
+        assert_bitwise(value, got[name])
+
+
+def test_the_output_can_be_written_in_place():
+    mlp, _ = make()
+    run(lambda x: mlp(x).mul_(2), mlp)
+
+
+def test_a_gradient_of_one_weight_alone_is_found():
+    mlp, _ = make()
+    expected = run(mlp, mlp)
+    output = mlp(inputs().requires_grad_() * 1)
+    grad = inputs(1, 1e-3)
+    for name, weight in weights_of(mlp):
+        (got,) = torch.autograd.grad(output, weight, grad, retain_graph=True)
+        assert_bitwise(expected[f"{name}.weight"], got)

@@ -1,0 +1,159 @@
+"""A Conv1D in FP8 is the linear with the transposed weight: to the bit in both directions."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fp8_ds.config import LinearConfig
+from fp8_ds.errors import ConfigError
+from fp8_ds.nn import Fp8Linear, TensorwiseRecipe, apply_plan, make_plan
+from fp8_ds.nn.linear.fp8_linear import Fp8Conv1D
+from fp8_ds.nn.linear.payload import Fp8Payload
+from fp8_ds.nn.linear.recipes import Bf16Recipe
+from fp8_ds.nn.plan.convert import revert
+from fp8_ds.numerics.formats import E4M3
+from fp8_ds.ops.quantize import quantize_tensorwise
+from fp8_ds.testing import assert_bitwise
+
+Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
+
+
+def pair(num_in: int = 48, num_out: int = 80) -> tuple[nn.Linear, Any]:
+    """A linear and a Conv1D with its numbers, bf16."""
+    torch.manual_seed(0)
+    linear = nn.Linear(num_in, num_out).bfloat16()
+    conv = Conv1D(num_out, num_in).bfloat16()
+    with torch.no_grad():
+        conv.weight.copy_(linear.weight.t())
+        conv.bias.copy_(linear.bias)
+    return linear, conv
+
+
+def train(layer: Any, steps: int = 2) -> list[torch.Tensor]:
+    """Outputs and gradients; the second step has the scales of the first with delayed scaling."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(steps):
+        x = torch.randn(3, 7, 48, generator=generator).bfloat16().requires_grad_()
+        layer.zero_grad()
+        output = layer(x)
+        output.backward(torch.randn(output.shape, generator=generator).bfloat16())
+        if (history := getattr(layer, "history", None)) is not None:
+            history.update(history.amax_local.clone())
+        weight_grad = layer.weight.grad
+        found += [output.detach(), x.grad, weight_grad, layer.bias.grad]
+    return found
+
+
+def convert(module: Any, **keys: Any) -> Any:
+    model, config = nn.ModuleDict({"layer": module}), LinearConfig.model_validate(keys)
+    history = apply_plan(model, make_plan(model, config), config, "cpu")
+    if history is not None:
+        module.history = history
+    return module
+
+
+@pytest.mark.parametrize("grad_dtype", ["e5m2", "e4m3"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_outputs_and_gradients_are_the_linears(recipe: str, backend: str, grad_dtype: str) -> None:
+    linear, conv = pair()
+    keys = {"recipe": recipe, "backend": backend, "grad_dtype": grad_dtype}
+    convert(linear, **keys)
+    convert(conv, **keys)
+    assert type(conv) is Fp8Conv1D and conv.fp8_recipe.is_turned and not linear.fp8_recipe.is_turned
+    assert "in_features=48, out_features=80" in repr(conv)
+    for k, (expected, found) in enumerate(zip(train(linear), train(conv), strict=True)):
+        expected = expected.t() if k % 4 == 2 else expected
+        assert found.is_contiguous()
+        torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-4)  # sums in another order: one bf16 step
+        assert (found == expected).float().mean() > 0.99
+
+
+def test_bytes_beside_the_parameter_are_read_as_they_are_stored() -> None:
+    linear, conv = pair()
+    for module in (convert(linear), convert(conv)):
+        codes, scale_inv = quantize_tensorwise(module.weight.detach(), E4M3)
+        payload = Fp8Payload("weight", 1 / scale_inv, scale_inv, torch.bfloat16)
+        payload.data = codes
+        module.weight.data = torch.full((1, 1), float("nan")).bfloat16().expand(module.weight.shape)
+        module.weight._fp8 = payload
+    x = torch.randn(5, 48).bfloat16()
+    with torch.no_grad():
+        assert_bitwise(linear(x), conv(x))
+
+
+def test_in_bf16_it_is_the_stock_layer_bit_for_bit() -> None:
+    _, stock = pair()
+    conv = convert(copy.deepcopy(stock))
+    conv.fp8_recipe = Bf16Recipe(conv.fp8_recipe)
+    for expected, found in zip(train(stock), train(conv), strict=True):
+        assert_bitwise(expected, found)
+
+
+def test_it_is_traced_without_a_break() -> None:
+    conv = convert(pair()[1])
+    expected = train(conv)
+    conv.compile(backend="aot_eager", fullgraph=True)
+    for one, other in zip(expected, train(conv), strict=True):
+        assert_bitwise(one, other)
+
+
+def test_a_reverted_one_is_a_conv1d_again_with_its_own_forward() -> None:
+    _, conv = pair()
+    model, config = nn.ModuleDict({"a": copy.deepcopy(conv), "b": nn.Linear(48, 16).bfloat16()}), LinearConfig()
+    plan = make_plan(model, config)
+    assert [(row.out_features, row.in_features, row.converted) for row in plan.layers] == [
+        (80, 48, True),
+        (16, 48, True),
+    ]
+    apply_plan(model, plan, config, "cpu")
+    assert not revert(model, plan, ["a"], "small").layers[0].converted
+    assert type(model["a"]) is Conv1D and "in_features" not in vars(model["a"])
+    x = torch.randn(2, 48).bfloat16()
+    assert_bitwise(model["a"](x), conv(x))
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp", "blockwise"])
+def test_scales_of_rows_leave_it_in_bf16_and_say_so(recipe: str) -> None:
+    model = nn.ModuleDict({"a": pair()[1], "b": nn.Linear(48, 16)})
+    first, second = make_plan(model, LinearConfig.model_validate({"recipe": recipe})).layers
+    assert (first.converted, first.reason) == (
+        False,
+        "a Conv1D, which can be tensorwise or delayed",
+    ) and second.converted
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    conv = pair()[1]
+    with pytest.raises(ConfigError, match="got Conv1D"):
+        Fp8Linear.from_linear(conv, TensorwiseRecipe(LinearConfig()))
+    converted = convert(conv)
+    with pytest.raises(ValueError, match="48"):
+        converted(torch.randn(3, 80).bfloat16())
+    for module in (conv, converted):
+        with pytest.raises(RuntimeError):
+            module(torch.randn(3, 48))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert module(torch.randn(3, 48)).dtype == torch.bfloat16
+
+
+def test_torch_fx_calls_it_by_name() -> None:
+    model = nn.Sequential(convert(pair()[1]), nn.ReLU())
+    graph, x = torch.fx.symbolic_trace(model), torch.randn(3, 48).bfloat16()
+    assert [node.target for node in graph.graph.nodes if node.op == "call_module"] == ["0", "1"]
+    assert_bitwise(graph(x), model(x))
+
+
+@pytest.mark.parametrize("place", ["forward", "addmm"])
+def test_where_its_forward_or_product_is_replaced_it_stays_in_bf16(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, stock = {"forward": (Conv1D, Conv1D.forward), "addmm": (torch, torch.addmm)}[place]
+    monkeypatch.setattr(owner, place, lambda *args: stock(*args))
+    first, second = make_plan(nn.ModuleDict({"a": pair()[1], "b": nn.Linear(48, 16)}), LinearConfig()).layers
+    named = {"forward": "transformers.pytorch_utils.Conv1D.forward", "addmm": "torch.addmm"}[place]
+    assert not first.converted and first.reason == f"{named} was replaced" and second.converted

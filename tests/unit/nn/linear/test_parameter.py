@@ -1,0 +1,697 @@
+"""An FP8 weight is a Parameter to whoever reads it, writes it, copies it or saves it; underneath is NaN."""
+
+from __future__ import annotations
+
+import copy
+import io
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from deepspeed.utils import logger
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8_ds.errors import UnsupportedError
+from fp8_ds.nn.linear import parameter
+from fp8_ds.nn.linear.parameter import Fp8Parameter, has_payload
+from fp8_ds.nn.linear.payload import Fp8Payload
+from fp8_ds.nn.linear.weight_data import WeightData
+from fp8_ds.numerics.formats import E4M3
+from fp8_ds.numerics.scale import scale_from_amax
+from fp8_ds.ops.quantize import quantize
+
+SHAPE = (6, 10)
+
+
+def retype(p: Any, writable: bool = True) -> Tensor:
+    """Give `p` a payload as ZeRO-1/2 does; returns the true value that readers must see."""
+    scale, scale_inv = scale_from_amax(p.data.float().abs().max(), E4M3.max)
+    payload = Fp8Payload("w", scale, scale_inv, p.dtype)
+    payload.data = quantize(p.data, scale, E4M3)
+
+    def write(value: Tensor) -> None:
+        new_scale, new_scale_inv = scale_from_amax(value.float().abs().max(), E4M3.max)
+        payload.scale.copy_(new_scale)
+        payload.scale_inv.copy_(new_scale_inv)
+        payload.data = quantize(value, payload.scale, E4M3)
+
+    payload.write = write if writable else None
+    p._fp8 = payload
+    p.data = payload.nominal(p.shape)
+    p.__class__ = Fp8Parameter
+    return payload.dequantize()
+
+
+@pytest.fixture
+def weight() -> Any:
+    torch.manual_seed(0)
+    return nn.Parameter(torch.randn(SHAPE, dtype=torch.bfloat16))
+
+
+def test_metadata_is_that_of_the_nominal_parameter(weight: Any) -> None:
+    retype(weight)
+    assert isinstance(weight, nn.Parameter) and weight.is_leaf and weight.requires_grad
+    assert (weight.shape, weight.numel(), weight.dtype, weight.dim()) == (SHAPE, 60, torch.bfloat16, 2)
+    assert weight.size(0) == 6 and weight.device.type == "cpu" and weight.element_size() == 2
+    assert weight.type() == "torch.BFloat16Tensor" and weight.untyped_storage().nbytes() == 2
+    assert torch.zeros_like(weight).isnan().sum() == 0 and len(weight) == 6
+    assert weight.grad is None and weight.untyped_storage().data_ptr() == weight.data_ptr()
+
+
+READERS = {
+    "linear": lambda p: F.linear(torch.ones(3, 10, dtype=p.dtype), p),
+    "matmul": lambda p: torch.ones(3, 6, dtype=p.dtype) @ p,
+    "reflected": lambda p: 2 * p,
+    "add": lambda p: p + 1,
+    "sum": lambda p: p.sum(),
+    "float": lambda p: p.float(),
+    "to": lambda p: p.to(torch.float32),
+    "type_as_cast": lambda p: p.type(torch.float32),
+    "transpose": lambda p: p.t(),
+    "T": lambda p: p.T,
+    "view": lambda p: p.view(-1),
+    "flatten": lambda p: p.flatten(),
+    "reshape": lambda p: p.reshape(10, 6),
+    "index": lambda p: p[2:4, ::2],
+    "norm": lambda p: torch.linalg.vector_norm(p.float()),
+    "detach": lambda p: p.detach(),
+    "clone": lambda p: p.clone(),
+    "data": lambda p: p.data,
+    "cat": lambda p: torch.cat([p, p]),
+    "expand_as_another": lambda p: p.expand_as(torch.empty(2, *SHAPE)),
+    "out_of_foreach": lambda p: torch._foreach_mul([p.detach()], 2.0)[0],
+    "item": lambda p: torch.tensor(p[0, 0].item()),
+    "tolist": lambda p: torch.tensor(p.tolist()),
+    "iter": lambda p: torch.stack(list(p)),
+    "numpy": lambda p: torch.from_numpy(p.detach().float().numpy()),
+    "copy_from": lambda p: torch.zeros(SHAPE).copy_(p.detach()),
+    "isfinite": lambda p: torch.isfinite(p),
+    "compare": lambda p: p > 0,
+    "state_dict": lambda p: _holding(p).state_dict()["w"],
+}
+
+
+def _holding(p: Any) -> nn.Module:
+    module = nn.Module()
+    module.w = p
+    return module
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_reader_sees_the_true_value(weight: Any, reader: str) -> None:
+    true = nn.Parameter(retype(weight))
+    got, expected = READERS[reader](weight), READERS[reader](true)
+    assert got.dtype == expected.dtype and torch.equal(got.detach(), expected.detach())
+    assert not (got.is_floating_point() and got.isnan().any())
+    assert type(got) is (WeightData if reader == "data" else Tensor)
+
+
+def test_gradient_of_a_reader_reaches_the_parameter(weight: Any) -> None:
+    true = nn.Parameter(retype(weight))
+    x = torch.randn(4, 10, dtype=torch.bfloat16)
+    for p in (weight, true):
+        (F.linear(x, p).float().square().sum() + p.float().pow(3).sum()).backward()
+    assert weight.grad.dtype == torch.bfloat16 and torch.equal(weight.grad, true.grad)
+
+
+def test_autograd_grad_differentiates_by_the_parameter(weight: Any) -> None:
+    retype(weight)
+    assert torch.equal(*torch.autograd.grad((2 * weight).sum(), [weight]), torch.full_like(weight, 2.0))
+
+
+def test_hook_on_the_accumulated_gradient_fires_once(weight: Any) -> None:
+    retype(weight)
+    seen = []
+    node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    assert type(node).__name__ == "AccumulateGrad"
+    # How DeepSpeed asks which weights take part in a backward: the answer must not cost their de-quantisation.
+    assert torch.autograd.graph._get_grad_fn_or_grad_acc(weight) is node
+    node.register_hook(lambda *_: seen.append("node"))
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p is weight))
+    (weight.sum() + weight.mean()).backward()
+    assert seen == ["node", True] or seen == [True, "node"]
+
+
+def test_bypassing_the_hook_reads_nan(weight: Any) -> None:
+    retype(weight)
+    with torch._C.DisableTorchFunctionSubclass():
+        assert weight.detach().isnan().all()
+        assert F.linear(torch.ones(1, 10, dtype=torch.bfloat16), weight).isnan().all()
+
+
+WRITERS = {
+    "copy_": lambda p, value: p.copy_(value),
+    "copy_broadcast": lambda p, value: p.copy_(value[:1]),
+    "add_": lambda p, value: p.add_(value),
+    "mul_": lambda p, value: p.mul_(2.0),
+    "iadd": lambda p, value: p.__iadd__(value),
+    "lerp_": lambda p, value: p.lerp_(value, 0.5),
+    "zero_": lambda p, value: p.zero_(),
+    "fill_": lambda p, value: p.fill_(3.0),
+    "init": lambda p, value: nn.init.constant_(p, 0.25),
+    "normal_": lambda p, value: (torch.manual_seed(3), nn.init.normal_(p)),
+    "copy_of_float": lambda p, value: p.copy_(value.float()),
+    "foreach": lambda p, value: torch._foreach_add_([p], [value]),
+    "foreach_copy": lambda p, value: torch._foreach_copy_([p], [value]),
+    "out": lambda p, value: torch.mul(value, 3.0, out=p),
+    "masked": lambda p, value: p.masked_fill_(value > 0, 0.5),
+    "with_itself": lambda p, value: p.add_(p),
+    "setitem": lambda p, value: p.__setitem__(slice(0, 2), 1.0),
+    "data": lambda p, value: setattr(p, "data", value),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_write_becomes_the_new_fp8_bytes(weight: Any, writer: str) -> None:
+    true = retype(weight).clone()
+    value = torch.randn(SHAPE, dtype=torch.bfloat16)
+    expected = nn.Parameter(true)
+    with torch.no_grad():
+        result = WRITERS[writer](weight, value)
+        assert not isinstance(result, Tensor) or result is weight
+        WRITERS[writer](expected, value)
+    scale, scale_inv = scale_from_amax(expected.detach().float().abs().max(), E4M3.max)
+    assert torch.equal(weight._fp8.scale_inv, scale_inv)
+    assert torch.equal(weight._fp8.data.view(torch.uint8), quantize(expected.detach(), scale, E4M3).view(torch.uint8))
+    assert weight.untyped_storage().nbytes() == 2  # still the placeholder
+
+
+ASSIGNMENTS = {
+    "data": lambda p, value: setattr(p, "data", value),
+    "data in float32": lambda p, value: setattr(p, "data", value.float()),
+    "set": lambda p, value: p.set_(value),
+    "set to a storage": lambda p, value: p.set_(value.data.untyped_storage(), 0, SHAPE, (SHAPE[1], 1)),
+    "data of data": lambda p, value: setattr(p, "data", value.data),
+}
+
+
+@pytest.mark.parametrize("of_fp8", [False, True])
+@pytest.mark.parametrize("how", ASSIGNMENTS)
+def test_what_is_assigned_is_what_the_weight_reads_as(weight: Any, how: str, of_fp8: bool) -> None:
+    """As when a policy's weights become those of its reference model."""
+    retype(weight)
+    value = nn.Parameter(torch.randn(SHAPE, dtype=torch.bfloat16))
+    true = retype(value) if of_fp8 else value.detach()
+    with torch.no_grad():
+        ASSIGNMENTS[how](weight, value)
+    scale, _ = scale_from_amax(true.float().abs().max(), E4M3.max)
+    assert torch.equal(weight._fp8.data.view(torch.uint8), quantize(true, scale, E4M3).view(torch.uint8))
+    assert weight.untyped_storage().nbytes() == 2 and torch.equal(value.detach(), true)
+
+
+def test_a_weight_assigned_to_itself_keeps_its_bytes(weight: Any) -> None:
+    """`module.to(...)` does where it finds nothing to move."""
+    true = retype(weight)
+    before = weight._fp8.data.clone()
+    weight.data = weight
+    assert torch.equal(weight._fp8.data.view(torch.uint8), before.view(torch.uint8))
+    assert torch.equal(weight.detach(), true)
+
+
+OTHER_SHAPES = {
+    "nothing": lambda p: setattr(p, "data", torch.empty(0, dtype=p.dtype)),
+    "transposed": lambda p: setattr(p, "data", p.data.t()),
+    "of another": lambda p: setattr(p, "data", nn.Parameter(torch.zeros(3, 10))),
+    "set": lambda p: p.set_(torch.zeros(2, 2, dtype=p.dtype)),
+    "in place": lambda p: p.t_(),
+    "resized": lambda p: p.resize_(3, 3),
+}
+
+
+@pytest.mark.parametrize("how", OTHER_SHAPES)
+def test_another_shape_is_refused_by_name_and_changes_nothing(weight: Any, how: str) -> None:
+    true = retype(weight)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"^w: expected .*\(6, 10\)"):
+        OTHER_SHAPES[how](weight)
+    assert weight.shape == SHAPE and torch.equal(weight.detach(), true)
+
+
+@pytest.mark.parametrize("how", ["weight", "data", "module"])
+def test_sharing_a_weight_with_processes_is_refused_by_name(weight: Any, how: str) -> None:
+    """They would get a copy."""
+    true = retype(weight)
+    shared = {"weight": weight, "data": weight.data, "module": _holding(weight)}[how]
+    with pytest.raises(UnsupportedError, match=r"^w: "):
+        shared.share_memory() if how == "module" else shared.share_memory_()
+    assert torch.equal(weight.detach(), true)
+
+
+DATA_WRITERS = {
+    "copy": lambda p, value: p.data.copy_(value),
+    "of another weight": lambda p, value: p.data.copy_(_retyped(value)),
+    "clamp": lambda p, value: p.data.clamp_(-0.1, 0.1),
+    "foreach": lambda p, value: torch._foreach_mul_([p.data], 0.5),
+    "out": lambda p, value: torch.add(value, 1, out=p.data),
+    "init": lambda p, value: nn.init.constant_(p.data, 0.25),
+    "item": lambda p, value: p.data.__setitem__(2, 7.0),
+    "view": lambda p, value: p.data.view(-1)[3:17].zero_(),
+    "transposed": lambda p, value: p.data.t().add_(value.t()),
+    "detached": lambda p, value: p.data.detach().mul_(2),
+    "out, of the weight": torch.no_grad()(lambda p, value: torch.mul(p, 0.5, out=p.data)),
+    "out, a view": torch.no_grad()(lambda p, value: torch.add(p, value, out=p.data.view(1, *SHAPE)[0])),
+    "two views": lambda p, value: [part.fill_(n) for n, part in enumerate(p.data.chunk(2))],
+}
+
+
+def _retyped(value: Tensor) -> nn.Parameter:
+    p = nn.Parameter(value)
+    retype(p)
+    return p
+
+
+@pytest.mark.parametrize("writer", DATA_WRITERS)
+def test_a_write_into_data_reaches_the_weight(weight: Any, writer: str) -> None:
+    """As WGAN's clamp, averages of weights that are swapped in and out, and initialisers write."""
+    stock = nn.Parameter(retype(weight).clone())
+    value = torch.randn(SHAPE, dtype=torch.bfloat16)
+    for p in (weight, stock):
+        DATA_WRITERS[writer](p, value)
+    scale, _ = scale_from_amax(stock.detach().float().abs().max(), E4M3.max)
+    assert torch.equal(weight._fp8.scale, scale)
+    assert torch.equal(weight._fp8.data.view(torch.uint8), quantize(stock.detach(), scale, E4M3).view(torch.uint8))
+
+
+def test_foreach_over_a_weight_and_the_data_of_another_writes_both(weight: Any) -> None:
+    true = retype(weight).clone()
+    other = _retyped(true)
+    with torch.no_grad():
+        torch._foreach_mul_([weight, other.data], 2.0)
+    assert torch.equal(weight.detach(), 2 * true) and torch.equal(other.detach(), 2 * true)
+
+
+def test_a_parameter_made_of_data_is_a_leaf_over_the_weight_and_its_copies_are_plain(weight: Any) -> None:
+    true = retype(weight).clone()
+    made = nn.Parameter(weight.data)
+    assert isinstance(made, nn.Parameter) and made.is_leaf and made.requires_grad
+    assert not nn.Parameter(weight.data, requires_grad=False).requires_grad
+    assert torch.equal(weight.detach(), true)
+    (3 * made.float()).sum().backward()
+    assert torch.equal(made.grad, torch.full(SHAPE, 3.0, dtype=made.dtype)) and weight.grad is None
+    copied = copy.deepcopy(_holding(made)).w
+    buffer = io.BytesIO()
+    torch.save(made, buffer)
+    buffer.seek(0)
+    for one in (copied, torch.load(buffer, weights_only=True)):
+        assert type(one) is nn.Parameter and one.is_leaf and one.requires_grad and torch.equal(one.detach(), true)
+        with torch.no_grad():
+            one.zero_()
+    assert torch.equal(weight.detach(), true)
+    torch.optim.SGD([made], lr=0.25).step()  # as in stock, whose data is the weight's memory
+    assert 0.5 < float((true - weight.detach()).float().mean()) < 1.0
+
+
+def test_what_books_data_in_autograd_writes_nothing(weight: Any) -> None:
+    retype(weight, writable=False)
+    true = weight.detach()
+    assert weight.data.requires_grad_().requires_grad and torch.equal(weight.detach(), true)
+
+
+def test_data_that_was_read_before_follows_the_weight_and_autograd_does_not_mind_reads(weight: Any) -> None:
+    true = retype(weight).clone()
+    data = weight.data
+    row, x = data[1], torch.ones(SHAPE, dtype=torch.bfloat16, requires_grad=True)
+    loss = (x * data).sum() + (x * data).sum()  # the second read changes nothing that the first has kept
+    loss.backward()
+    assert torch.equal(x.grad, 2 * true)
+    with torch.no_grad():
+        weight.fill_(2.0)
+    assert (row.float() == 2.0).all() and (data.float() == 2.0).all()
+
+
+def test_what_is_made_of_data_writes_nowhere(weight: Any) -> None:
+    true = retype(weight).clone()
+    for made in (weight.data.clone(), weight.data + 0, weight.data.float(), copy.deepcopy(weight.data)):
+        assert type(made) is Tensor
+        made.zero_()
+    buffer = io.BytesIO()
+    torch.save(weight.data, buffer)
+    buffer.seek(0)
+    assert type(torch.load(buffer, weights_only=True)) is Tensor
+    assert torch.equal(weight.detach(), true)
+
+
+def test_data_that_was_read_before_a_write_is_written_as_the_weight_is_now(weight: Any) -> None:
+    retype(weight)
+    data = weight.data
+    with torch.no_grad():
+        weight.fill_(2.0)
+    data[0] = 4.0
+    assert (weight.detach()[0] == 4.0).all() and (weight.detach()[1:] == 2.0).all()
+
+
+@pytest.mark.parametrize("has_master", [False, True])
+@pytest.mark.parametrize("write", ["data", "into data", "in place"])
+def test_a_write_into_a_frozen_weight_warns_that_nothing_keeps_it_in_more_bits(
+    weight: Any, write: str, has_master: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when adapters are merged, whose weights are then taken out again."""
+    said: list[str] = []
+    monkeypatch.setattr(logger, "warning_once", said.append)
+    retype(weight)
+    weight._fp8.has_master = has_master
+    with torch.no_grad():
+        if write == "data":
+            weight.data = weight.detach() + 1
+        elif write == "into data":
+            weight.data.add_(1)
+        else:
+            weight.add_(1)
+    assert len(said) == (not has_master) and all("is rounded to FP8 again" in line for line in said)
+
+
+def test_a_write_into_data_of_a_weight_gathered_for_compute_is_refused(weight: Any) -> None:
+    retype(weight, writable=False)
+    with pytest.raises(UnsupportedError, match="cannot be written while it is gathered"):
+        weight.data.zero_()
+
+
+def test_load_state_dict_writes(weight: Any) -> None:
+    retype(weight)
+    _holding(weight).load_state_dict({"w": torch.full(SHAPE, 2.0)})
+    assert (weight.detach() == 2.0).all()
+
+
+def test_moving_average_of_weights_follows_them(weight: Any) -> None:
+    true = retype(weight)
+    average = torch.zeros(SHAPE, dtype=torch.bfloat16)
+    average.lerp_(weight.data, 1.0)
+    assert torch.equal(average, true)
+
+
+def test_in_place_on_a_leaf_that_requires_grad_needs_no_grad(weight: Any) -> None:
+    retype(weight)
+    with pytest.raises(RuntimeError, match="no_grad"):
+        weight.add_(1.0)
+
+
+def test_write_into_a_weight_gathered_for_compute_is_refused(weight: Any) -> None:
+    retype(weight, writable=False)
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="GatheredParameters"):
+        weight.add_(1.0)
+
+
+def test_data_of_another_shape_releases_the_bytes(weight: Any) -> None:
+    retype(weight, writable=False)  # as in ZeRO-3
+    weight.data = torch.empty(0, dtype=torch.bfloat16)  # what deepspeed's free_param does
+    assert not has_payload(weight) and weight.numel() == 0
+
+
+def test_data_of_a_released_weight_is_read_and_assigned_without_a_walk_over_arguments(
+    weight: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeRO-3's coordinator does both for every weight of every layer: a walk costs it 30 us."""
+    true = retype(weight)
+    other = nn.Parameter(torch.zeros(SHAPE, dtype=weight.dtype))
+    retype(other)
+    weight._fp8.write = None
+    weight.data = torch.empty(0, dtype=weight.dtype)
+
+    def walk(*args: Any) -> Any:
+        raise AssertionError("arguments were walked")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parameter, "tree_map", walk)
+        patch.setattr(parameter, "targets_of", walk)
+        assert weight.data.numel() == 0
+        weight.data = true
+        assert torch.equal(weight.data, true)
+    weight.data = other  # whose bytes are here: its true value is taken, not its NaN
+    assert torch.equal(weight.data, torch.zeros(SHAPE, dtype=weight.dtype))
+
+
+class _Product(torch.autograd.Function):
+    """As fused kernels are written, which are handed a weight and keep it for their backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return grad @ w, grad.t() @ x
+
+
+def _same(t: Tensor) -> Tensor:
+    return t
+
+
+def _hooks(pack: Any, unpack: Any) -> Any:
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+SAVING: dict[str, Any] = {
+    "no hooks": nullcontext,
+    "counting": lambda: _hooks(lambda t: (t.numel() * t.element_size(), t)[1], _same),
+    "with what else": lambda: _hooks(lambda t: (t.device, t), lambda pair: pair[1]),
+    "detaching": lambda: _hooks(lambda t: t.detach(), _same),
+    "data": lambda: _hooks(lambda t: t.data, _same),
+    "on the CPU": torch.autograd.graph.save_on_cpu,
+}
+
+
+def _gradients(weight: Any, context: Any, reads: Any) -> list[Tensor]:
+    x = torch.linspace(-1, 1, 30, dtype=torch.bfloat16).view(3, 10).requires_grad_()
+    with context():
+        loss = reads(x, weight).float().pow(2).sum()
+    weight.grad = None
+    loss.backward()
+    return [x.grad, weight.grad]
+
+
+@pytest.mark.parametrize("hooks", SAVING)
+def test_a_function_that_saves_the_weight_has_its_values_whatever_hooks_are_around(weight: Any, hooks: str) -> None:
+    """autograd makes a plain tensor, without class and payload, of what an unpack hook hands back."""
+    stock = nn.Parameter(retype(weight).clone())
+    expected = _gradients(stock, SAVING[hooks], _Product.apply)
+    assert all(map(torch.equal, _gradients(weight, SAVING[hooks], _Product.apply), expected))
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("hooks", ["no hooks", "counting"])
+def test_a_function_in_a_checkpoint_has_the_values_of_the_weight(weight: Any, hooks: str, is_reentrant: bool) -> None:
+    def reads(x: Tensor, w: Any) -> Any:
+        def inner(x: Tensor) -> Tensor:
+            with SAVING[hooks]():
+                return _Product.apply(x, w)
+
+        return checkpoint(inner, x, use_reentrant=is_reentrant)
+
+    stock = nn.Parameter(retype(weight).clone())
+    for around in ("no hooks", hooks):
+        expected = _gradients(stock, SAVING[around], reads)
+        assert all(map(torch.equal, _gradients(weight, SAVING[around], reads), expected))
+
+
+def test_hooks_of_a_user_end_where_they_did(weight: Any) -> None:
+    retype(weight)
+    seen: list[int] = []
+
+    def count(t: Tensor) -> Tensor:
+        seen.append(t.numel())
+        return t
+
+    x = torch.ones(3, 10, dtype=torch.bfloat16, requires_grad=True)
+    with _hooks(count, _same):
+        with _hooks(_same, _same):
+            _Product.apply(x, weight)
+        assert seen == []
+        _Product.apply(x, weight)
+    assert seen == [30, 60]
+    _Product.apply(x, weight)
+    assert seen == [30, 60]
+
+
+def test_a_saved_weight_that_was_released_is_named(weight: Any) -> None:
+    retype(weight, writable=False)
+    with SAVING["counting"]():
+        loss = _Product.apply(torch.ones(3, 10, dtype=torch.bfloat16), weight).sum()
+    weight.data = torch.empty(0, dtype=torch.bfloat16)  # as ZeRO-3 does
+    with pytest.raises(UnsupportedError, match=r"^w: expected a weight that is gathered"):
+        loss.backward()
+
+
+def test_a_saved_weight_that_is_gathered_in_bf16_for_the_backward_has_these_values(weight: Any) -> None:
+    true = retype(weight, writable=False).clone()
+    x = torch.ones(3, 10, dtype=torch.bfloat16, requires_grad=True)
+    with SAVING["counting"]():
+        loss = _Product.apply(x, weight).sum()
+    weight._fp8.data = None
+    with torch._C.DisableTorchFunctionSubclass():
+        weight.data = 2 * true
+    loss.backward()
+    assert torch.equal(x.grad, torch.ones(3, 6, dtype=torch.bfloat16) @ (2 * true))
+
+
+def test_a_function_that_hands_its_input_on_hands_on_values(weight: Any) -> None:
+    class HandOn(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, w: Tensor) -> Tensor:
+            return w.view_as(w)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return -grad
+
+    true = retype(weight)
+    handed = HandOn.apply(weight)
+    assert torch.equal(handed, true)
+    handed.sum().backward()
+    assert torch.equal(weight.grad, torch.full(SHAPE, -1.0, dtype=torch.bfloat16))
+
+
+def _backward(loss: Tensor, w: Any, other: Tensor) -> tuple[Tensor, Tensor]:
+    loss.backward(inputs=[other, w])
+    return other.grad, w.grad
+
+
+def _backward_of_several(loss: Tensor, w: Any, other: Tensor) -> tuple[Tensor, Tensor]:
+    torch.autograd.backward([loss, w], [None, torch.ones_like(other)], inputs=w)
+    return torch.zeros(()), w.grad
+
+
+def _through_the_weight(loss: Tensor, w: Any, other: Tensor) -> tuple[Tensor, Tensor]:
+    hook = other.register_hook(lambda grad: grad * w.float().sum().to(grad.dtype))
+    w.backward(torch.ones_like(other), inputs=[w])
+    found = torch.autograd.grad(loss, other)
+    hook.remove()
+    return found[0], w.grad
+
+
+DIFFERENTIATED: dict[str, Any] = {
+    "grad": lambda loss, w, other: torch.autograd.grad(loss, [other, w]),
+    "grad of one": lambda loss, w, other: torch.autograd.grad(loss, w),
+    "grad of a named one": lambda loss, w, other: tuple(torch.autograd.grad(loss, {"w": w, "o": other}).values()),
+    "grad of two outputs": lambda loss, w, other: torch.autograd.grad(
+        [loss, w], [w, other], [torch.ones(()), torch.ones_like(other)]
+    ),
+    "grad of the weight by itself": lambda loss, w, other: torch.autograd.grad(w, w, w),
+    "unused": lambda loss, w, other: torch.autograd.grad(
+        loss, [w, torch.ones(2, requires_grad=True)], allow_unused=True
+    ),
+    "materialized": lambda loss, w, other: torch.autograd.grad(
+        other.sum(), [other, w], create_graph=True, materialize_grads=True
+    ),
+    "second derivative": lambda loss, w, other: torch.autograd.grad(
+        torch.autograd.grad(loss, w, create_graph=True)[0].float().pow(2).sum(), [w, other]
+    ),
+    "backward for inputs": _backward,
+    "backward of the weight too": _backward_of_several,
+    "backward of the weight": _through_the_weight,
+}
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+    del DIFFERENTIATED["grad of a named one"]  # torch.autograd.grad takes no dict of inputs yet
+
+
+@pytest.mark.parametrize("how", DIFFERENTIATED)
+@pytest.mark.parametrize("saves", ["checkpoint", "function"])
+def test_gradients_by_the_weight_are_of_its_values(weight: Any, how: str, saves: str) -> None:
+    """torch asks the class of outputs and inputs how to differentiate; what runs then reads the weight."""
+
+    def differentiated(w: Any, other: nn.Parameter) -> list[Tensor | None]:
+        h = torch.linspace(-1, 1, 30, dtype=torch.bfloat16).view(3, 10) * other.sum(0)
+        if saves == "checkpoint":
+            y = checkpoint(lambda q: F.linear(q, w), h, use_reentrant=False)
+        else:
+            y = _Product.apply(h, w)
+        found = DIFFERENTIATED[how]((y.float() - 1).pow(2).mean(), w, other)
+        return [None if grad is None else grad.detach() for grad in found]
+
+    stock = nn.Parameter(retype(weight).clone())
+    expected, found = (differentiated(w, nn.Parameter(torch.ones_like(stock))) for w in (stock, weight))
+    assert len(expected) == len(found)
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None) and (one is None or torch.equal(one, other))
+
+
+def test_gradients_by_data_that_was_made_a_parameter_are_of_its_values(weight: Any) -> None:
+    true = retype(weight).clone()
+    made, x = nn.Parameter(weight.data), torch.ones(3, 10, dtype=torch.bfloat16, requires_grad=True)
+    loss = checkpoint(lambda x: F.linear(x, weight) + F.linear(x, made), x, use_reentrant=False).sum()
+    grads = torch.autograd.grad(loss, [x, made])
+    assert torch.equal(grads[0], 2 * (torch.ones(3, 6, dtype=torch.bfloat16) @ true))
+    assert torch.equal(grads[1], torch.full(SHAPE, 3.0, dtype=torch.bfloat16))
+
+
+def test_a_frozen_weight_has_no_gradient_to_ask_for(weight: Any) -> None:
+    retype(weight)
+    loss = weight.float().sum()
+    weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="require"):
+        torch.autograd.grad(loss, weight)
+
+
+def test_deepcopy_is_a_plain_parameter_with_true_values(weight: Any) -> None:
+    true = retype(weight)
+    module = _holding(weight)
+    module.tied = weight
+    copied = copy.deepcopy(module)
+    assert type(copied.w) is nn.Parameter and copied.w is copied.tied and copied.w.requires_grad
+    assert torch.equal(copied.w.detach(), true)
+    with torch.no_grad():
+        copied.w.zero_()
+    assert torch.equal(weight.detach(), true)
+
+
+def test_pickled_module_holds_plain_parameters_with_true_values(weight: Any) -> None:
+    true = retype(weight)
+    file = io.BytesIO()
+    torch.save(nn.ParameterDict({"w": weight}), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)["w"]
+    assert type(loaded) is nn.Parameter and torch.equal(loaded.detach(), true)
+    file = io.BytesIO()
+    torch.save(_holding(weight).state_dict(), file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=True)["w"], true)
+
+
+def test_export_takes_the_place_of_the_bytes(weight: Any) -> None:
+    retype(weight)
+    master = torch.randn(SHAPE, dtype=torch.bfloat16)
+    weight._fp8.export = master
+    assert torch.equal(weight.detach(), master) and torch.equal(weight.data, master)
+    weight._fp8.export = None
+    assert not torch.equal(weight.detach(), master)
+
+
+def test_repr_shows_values_not_nan(weight: Any) -> None:
+    retype(weight)
+    assert "nan" not in repr(weight)
+
+
+def test_weight_gathered_in_bf16_by_a_stock_reader_behaves_as_a_plain_parameter(weight: Any) -> None:
+    retype(weight)
+    gathered = torch.randn(SHAPE, dtype=torch.bfloat16)
+    weight._fp8.data = None
+    with torch._C.DisableTorchFunctionSubclass():
+        weight.data = gathered
+    assert torch.equal(weight.detach(), gathered) and weight.data.data_ptr() == gathered.data_ptr()
+    with torch.no_grad():
+        weight.add_(1.0)
+    assert torch.equal(weight.detach(), gathered)
+
+
+@pytest.mark.parametrize(
+    "use", [lambda x, p: x * p, lambda x, p: x @ p.T, lambda x, p: x @ p.t()], ids=["mul", "T", "t"]
+)
+def test_backward_of_a_reader_survives_a_fetch_in_fp8_in_between(weight: Any, use: Any) -> None:
+    retype(weight)
+    gathered, payload_data = torch.randn(SHAPE, dtype=torch.bfloat16), weight._fp8.data.clone()
+    true = nn.Parameter(gathered.clone())
+    weight._fp8.data = None
+    with torch._C.DisableTorchFunctionSubclass():
+        weight.data = gathered  # ZeRO-3: gathered by an external reader in the forward
+    x = torch.randn(SHAPE, dtype=torch.bfloat16, requires_grad=True)
+    reference = x.detach().clone().requires_grad_()
+    loss = use(x, weight).float().square().sum()
+    with torch._C.DisableTorchFunctionSubclass():
+        weight.data = weight._fp8.nominal(weight.shape)  # released, and fetched for the backward
+    weight._fp8.data = payload_data
+    loss.backward()
+    use(reference, true).float().square().sum().backward()
+    assert torch.equal(x.grad, reference.grad) and torch.equal(weight.grad, true.grad)

@@ -1,0 +1,114 @@
+"""Grids of scales: a part of a weight is measured and quantised as the whole is, wherever it is cut."""
+
+import itertools
+
+import pytest
+import torch
+from support import many_scales
+
+from fp8_ds.nn.linear.payload import OF_RECIPE, ROW, TENSOR, TILE, CopiedScales, per_element
+from fp8_ds.numerics.formats import E4M3
+from fp8_ds.ops.blockwise import quantize_blockwise
+from fp8_ds.ops.quantize import quantize, quantize_part, quantize_rowwise, quantize_tensorwise
+from fp8_ds.testing import assert_bitwise
+
+SHAPES = [(300, 200), (17, 129), (128, 128), (5, 7), (1, 300), (300, 1)]
+GRANULARITIES = [TENSOR, ROW, TILE]
+
+
+def whole(weight, granularity):
+    """(bytes, scale_inv) by the functions that quantise activations and weights without ZeRO."""
+    if granularity == TENSOR:
+        return quantize_tensorwise(weight, E4M3)
+    if granularity == ROW:
+        return quantize_rowwise(weight, E4M3)
+    return quantize_blockwise(weight, E4M3, (128, 128), "row")[:2]
+
+
+def cuts(numel):
+    """Edges of four unequal parts, inside rows and tiles."""
+    return sorted({0, numel // 3, numel // 2 + 1, min(numel, numel // 2 + 4), numel})
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=["tensor", "row", "tile"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_parts_have_the_amaxes_scales_and_bytes_of_the_whole(shape, granularity):
+    weight = many_scales("per_tile", *shape)
+    expected, expected_inv = whole(weight, granularity)
+    flat, edges = weight.view(-1), cuts(weight.numel())
+    parts = list(itertools.pairwise(edges))
+    amax = torch.stack([granularity.amax(flat[a:b], shape, a) for a, b in parts]).amax(0)
+    assert amax.shape == granularity.grid(shape) and amax.numel() == granularity.num_scales(shape)
+    scale, scale_inv = granularity.scales(amax)
+    assert_bitwise(scale_inv, expected_inv)
+    assert_bitwise(quantize(weight, per_element(scale, shape), E4M3), expected)
+    if granularity == TENSOR:
+        return
+    block = (granularity.block[0], granularity.block[1] or shape[1])
+    for a, b in parts:
+        assert_bitwise(quantize_part(flat[a:b], scale, a, shape[1], block, E4M3), expected.view(-1)[a:b])
+
+
+@pytest.mark.parametrize("granularity", [ROW, TILE], ids=["row", "tile"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_non_finite_element_spoils_its_own_block_only(granularity, bad):
+    weight = torch.ones(256, 256)
+    weight[130, 200] = bad
+    _, scale_inv = granularity.scales(granularity.amax(weight.view(-1), weight.shape))
+    assert scale_inv.isnan().sum() == 1
+    assert per_element(scale_inv, weight.shape).expand(weight.shape)[130, 200].isnan()
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=["tensor", "row", "tile"])
+@pytest.mark.parametrize("factor", [1.0, 0.37], ids=["full range", "a part of the range"])
+def test_a_copy_in_bf16_has_the_bytes_of_the_original_until_its_largest_values_change(granularity, factor):
+    """Also with a scale that leaves some of the range free, as powers of two do."""
+    master = many_scales("per_tile", 300, 200)
+    scale, scale_inv = granularity.scales(granularity.amax(master.view(-1), master.shape) / factor)
+    data = quantize(master, per_element(scale, master.shape), E4M3)
+    weight = (data.float() * per_element(scale_inv, master.shape)).bfloat16()
+    copied = CopiedScales.of(weight, granularity, scale, scale_inv)
+    for values in (weight, weight.float()):
+        assert_bitwise(copied.quantize(values)[0], data)
+        assert_bitwise(copied.quantize(values)[1], scale_inv)
+    changed = weight * 2
+    expected, expected_inv = whole(changed, granularity)
+    assert_bitwise(copied.quantize(changed)[0], expected)
+    assert_bitwise(copied.quantize(changed)[1].reshape(expected_inv.shape), expected_inv)
+
+
+def test_scales_that_do_not_fit_the_values_are_not_kept_for_a_copy():
+    """As where a weight is gathered and written, and its scale is still the old one."""
+    weight = many_scales("per_tile", 40, 30).bfloat16()
+    scale, scale_inv = ROW.scales(ROW.amax(weight.view(-1), weight.shape) / 2)
+    copied = CopiedScales.of(weight, ROW, scale, scale_inv)
+    assert_bitwise(copied.quantize(weight)[0], quantize_rowwise(weight, E4M3)[0])
+    assert copied.fit(weight) and not copied.fit(weight[:30])
+
+
+def test_llama_3_8b_has_1_4_million_rows_or_0_43_million_tiles():
+    layer = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
+    assert 32 * sum(ROW.num_scales(shape) for shape in layer) == 1_376_256
+    assert 32 * sum(TILE.num_scales(shape) for shape in layer) == 425_984
+    assert TENSOR.num_scales((4096, 4096)) == 1
+
+
+def test_every_recipe_has_a_granularity():
+    from typing import get_args
+
+    from fp8_ds.config import LinearConfig
+
+    assert set(OF_RECIPE) == set(get_args(LinearConfig.model_fields["recipe"].annotation))
+
+
+def test_wrong_grids_and_parts_are_refused():
+    flat, grid = torch.ones(20), torch.ones(5, 1)
+    with pytest.raises(ValueError, match="x: expected a contiguous vector"):
+        quantize_part(flat.view(4, 5), grid, 0, 4, (1, 4), E4M3)
+    with pytest.raises(ValueError, match="x: expected a contiguous vector, start >= 0"):
+        quantize_part(flat, grid, -1, 4, (1, 4), E4M3)
+    for wrong in (grid[:4], grid.expand(5, 2), grid.view(-1)):
+        with pytest.raises(ValueError, match="grid: expected float32 with at least 5 rows of 1"):
+            quantize_part(flat, wrong, 0, 4, (1, 4), E4M3)
+    with pytest.raises(ValueError, match="scale: expected float32"):
+        quantize_part(flat, grid.double(), 0, 4, (1, 4), E4M3)

@@ -1,0 +1,92 @@
+"""A layer that is in bf16 for a while is an nn.Linear, bit for bit, in the same module."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8_ds.config import ActivationsConfig, LinearConfig
+from fp8_ds.nn.fused.search import fuse_producers
+from fp8_ds.nn.linear.fp8_linear import Fp8Linear
+from fp8_ds.nn.linear.recipes import Bf16Recipe
+from fp8_ds.nn.plan.convert import apply_plan
+from fp8_ds.nn.plan.plan import make_plan
+
+
+def gradients(model: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    for p in model.parameters():
+        p.grad = None
+    out = model(x)
+    out.backward(grad)
+    return [out.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+def switch(model: nn.Module, *names: str) -> None:
+    for fqn, module in model.named_modules():
+        if isinstance(module, Fp8Linear) and (not names or fqn in names):
+            module.fp8_recipe = Bf16Recipe(module.fp8_recipe)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_it_computes_what_nn_linear_computes(recipe: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(160, 96), nn.GELU(), nn.Linear(96, 80, bias=False)).to(dtype)
+    stock = copy.deepcopy(model)
+    config = LinearConfig.model_validate({"recipe": recipe, "backend": "reference"})
+    history = apply_plan(model, make_plan(model, config), config, "cpu")
+    x, grad = torch.randn(64, 160).to(dtype), torch.randn(64, 80).to(dtype)
+    in_fp8 = gradients(model, x, grad)[0]
+    switch(model)
+    if history is not None:
+        history.amax_local.zero_()
+    in_bf16 = gradients(model, x, grad)
+    expected = gradients(stock, x, grad)
+    for ours, theirs in zip(in_bf16, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6 if dtype == torch.float32 else 0, atol=1e-5)
+        assert ours.dtype == theirs.dtype
+    assert not torch.equal(in_fp8, in_bf16[0])
+    if history is not None:  # amaxes are recorded all the same
+        assert float(history.amax_local[0]) == float(x.abs().max())
+        assert float(history.amax_local[3]) == float(grad.abs().max())
+        assert bool((history.amax_local > 0).all())
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(64, 96, bias=False)
+        self.up_proj = nn.Linear(64, 96, bias=False)
+        self.down_proj = nn.Linear(96, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
+@pytest.mark.parametrize("names", [(), ("gate_proj",), ("up_proj", "down_proj")])
+def test_a_fused_mlp_takes_layers_in_bf16(recipe: str, names: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    fused, plain = Mlp().bfloat16(), Mlp().bfloat16()
+    plain.load_state_dict(fused.state_dict())
+    config = LinearConfig.model_validate({"recipe": recipe, "backend": "reference"})
+    x, grad = torch.randn(32, 64).bfloat16(), torch.randn(32, 64).bfloat16()
+    found = []
+    for model in (plain, fused):
+        history = apply_plan(model, make_plan(model, config), config, "cpu")
+        if model is fused:
+            assert fuse_producers(fused, ActivationsConfig(fused=True)).fused
+        gradients(model, x, grad)
+        switch(model, *names)
+        if history is not None:
+            history.amax_local.zero_()
+        found.append(gradients(model, x, grad))
+        assert history is None or bool((history.amax_local > 0).all())  # of every layer, in bf16 or not
+    theirs, ours = found
+    assert torch.equal(ours[0], theirs[0])
+    for one, other in zip(ours[1:], theirs[1:], strict=True):
+        assert float((one - other).abs().max()) <= 0.05 * float(other.abs().max())

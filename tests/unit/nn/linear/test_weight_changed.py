@@ -1,0 +1,143 @@
+"""A weight that is changed between a forward and its backward stops the backward, as it does for nn.Linear."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8_ds import Fp8AdamW, Fp8Linear
+from fp8_ds.config import ActivationsConfig, LinearConfig
+from fp8_ds.nn import BlockwiseRecipe, RowwiseRecipe, TensorwiseRecipe
+from fp8_ds.nn.fused.search import fuse_producers
+from fp8_ds.nn.moe.products import Groups, grouped_linear
+from fp8_ds.nn.plan.convert import apply_plan
+from fp8_ds.nn.plan.plan import make_plan
+
+WIDTH = 128
+RECIPES = {"tensorwise": TensorwiseRecipe, "rowwise": RowwiseRecipe, "blockwise": BlockwiseRecipe}
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.up_proj = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.down_proj = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, WIDTH, WIDTH) / WIDTH**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = Groups.of(torch.arange(2 * len(x)).view(-1, 2) % 3, 3)
+        recipe = TensorwiseRecipe(LinearConfig())
+        return groups.collect(grouped_linear(x, self.weight, groups, recipe, is_spread=False)).sum(1)
+
+
+def linear(recipe: str) -> nn.Module:
+    module = nn.Linear(WIDTH, WIDTH, bias=False).bfloat16()
+    return Fp8Linear.from_linear(module, RECIPES[recipe](LinearConfig(recipe=recipe)))
+
+
+def fused_mlp() -> nn.Module:
+    mlp, config = Mlp().bfloat16(), LinearConfig()
+    apply_plan(mlp, make_plan(mlp, config), config, "cpu")
+    fuse_producers(mlp, ActivationsConfig(fused=True))
+    return mlp
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "nn.Linear": lambda: nn.Linear(WIDTH, WIDTH, bias=False).bfloat16(),
+    **{recipe: lambda recipe=recipe: linear(recipe) for recipe in RECIPES},
+    "SwiGLU": fused_mlp,
+    "experts": lambda: Experts().bfloat16(),
+}
+
+
+def make(name: str) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return LAYERS[name](), torch.randn(32, WIDTH).bfloat16()
+
+
+def change(p: nn.Parameter) -> None:
+    torch.optim.SGD([p], lr=0.5).step()
+
+
+@torch.no_grad()
+def copy_into(p: nn.Parameter) -> None:
+    p.copy_(2 * p)
+
+
+def adamw(p: nn.Parameter) -> None:
+    Fp8AdamW([p], lr=0.5).step()
+
+
+@pytest.mark.parametrize("write", [change, copy_into, adamw], ids=["SGD", "copy_", "Fp8AdamW"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_backward_after_its_weight_was_changed_stops(name: str, write: Any) -> None:
+    for index in range(len(list(LAYERS[name]().parameters()))):
+        layer, x = make(name)
+        y = layer(x.requires_grad_())
+        y[:16].float().pow(2).sum().backward(retain_graph=True)
+        write(list(layer.parameters())[index])
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y[16:].float().pow(2).sum().backward()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_weight_that_stays_gives_the_same_gradients_again(name: str) -> None:
+    layer, x = make(name)
+    y, found = layer(x.requires_grad_()), []
+    for _ in range(2):
+        x.grad = None
+        layer.zero_grad()
+        y.float().pow(2).sum().backward(retain_graph=True)
+        assert x.grad is not None
+        found.append([x.grad.clone(), *(p.grad.clone() for p in layer.parameters())])
+    assert all(torch.equal(a, b) and bool(a.any()) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if name != "SwiGLU"])
+def test_a_backward_that_reads_no_weight_may_follow_any_change(name: str) -> None:
+    """Only the weight's gradient is wanted, which is of the input."""
+    layer, x = make(name)
+    expected = copy.deepcopy(layer)
+    (layer_weight,), (expected_weight,) = layer.parameters(), expected.parameters()
+    y = layer(x)
+    expected(x).float().sum().backward()
+    copy_into(layer_weight)
+    y.float().sum().backward()
+    assert layer_weight.grad is not None and torch.equal(layer_weight.grad, expected_weight.grad)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_checkpoint_computes_again_with_the_weight_as_it_is(name: str) -> None:
+    layer, x = make(name)
+    y = checkpoint(layer, x.requires_grad_(), use_reentrant=False)
+    for p in layer.parameters():
+        copy_into(p)
+    y.float().sum().backward()
+    given = x.detach().clone().requires_grad_()
+    layer(given).float().sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, given.grad)
+
+
+@pytest.mark.parametrize("master", [None, "fp32", "e4m19", "e4m11"])
+def test_a_step_of_fp8_adamw_is_a_change_that_autograd_sees(master: str | None) -> None:
+    p, other = (nn.Parameter(torch.randn(8, 8).bfloat16()) for _ in range(2))
+    optimizer = Fp8AdamW([{"params": [p, other], "master": master}])
+    versions = p._version, other._version
+    p.grad = torch.ones(8, 8, dtype=torch.bfloat16)
+    optimizer.step()
+    assert p._version > versions[0] and other._version == versions[1]

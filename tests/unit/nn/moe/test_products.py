@@ -1,0 +1,340 @@
+"""The product of all experts is that of each expert by itself, to the bit; in one launch, but for the order of sums."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8_ds.config import LinearConfig
+from fp8_ds.nn import DelayedRecipe, Fp8Linear, TensorwiseRecipe
+from fp8_ds.nn.linear.payload import Fp8Payload
+from fp8_ds.nn.linear.recipes import Bf16Recipe
+from fp8_ds.nn.moe.products import Groups, grouped_linear, has_one_launch
+from fp8_ds.numerics.formats import E4M3, E5M2
+from fp8_ds.numerics.scale import AmaxHistory
+from fp8_ds.ops import grouped
+from fp8_ds.ops.gemm import scaled_mm
+from fp8_ds.ops.quantize import quantize_tensorwise
+from fp8_ds.testing import assert_bitwise, sqnr_db
+
+NUM_EXPERTS, NUM_OUT, NUM_IN = 5, 48, 80
+CHOICES = [[0, 2], [2, 0], [2, 4], [4, 2], [2, 0], [0, 4], [2, 4]]  # 4, 0, 6, 0 and 4 tokens
+MANY = [[0, 1], *[[2, 4]] * 17]  # 1, 1, 17, 0, 17: more than 16, and not a multiple of it
+
+
+def experts(choices: list[list[int]], is_packed: bool = False) -> tuple[Groups, Tensor, Tensor, Tensor]:
+    """Groups, x [T, K] whose tokens differ in size, weight [E, N, K], grad_output [P, N], 0 where no token is."""
+    torch.manual_seed(0)
+    groups = Groups.of(torch.tensor(choices, dtype=torch.long).view(-1, 2), NUM_EXPERTS, is_packed=is_packed)
+    x = torch.randn(len(choices), NUM_IN) * torch.logspace(-2, 1, len(choices))[:, None]
+    weight = torch.randn(NUM_EXPERTS, NUM_OUT, NUM_IN) * torch.logspace(-2, 0, NUM_EXPERTS)[:, None, None]
+    grad = groups.spread(torch.randn(len(choices), NUM_OUT).bfloat16())
+    return groups, x.bfloat16(), weight.bfloat16(), grad
+
+
+def tokens_of(expert: int, choices: list[list[int]]) -> list[int]:
+    """Tokens in the order in which they chose it."""
+    return [t for t, row in enumerate(choices) for chosen in row if chosen == expert]
+
+
+def run(x: Tensor, weight: Tensor, groups: Groups, recipe: Any, grad: Tensor, is_spread: bool) -> list[Tensor]:
+    x, weight = x.clone().requires_grad_(), nn.Parameter(weight.clone())
+    output = grouped_linear(x, weight, groups, recipe, is_spread=is_spread)
+    output.backward(grad)
+    assert x.grad is not None and weight.grad is not None
+    return [output.detach(), x.grad, weight.grad]
+
+
+def test_a_weight_that_is_a_sum_is_not_kept_until_the_backward() -> None:
+    """That of PEFT's `target_parameters`: a checkpoint frees what the graph has saved, and nothing else."""
+    groups, x, weight, grad = experts(CHOICES)
+    recipe, made = TensorwiseRecipe(LinearConfig()), list[weakref.ref[Any]]()
+    reference = run(x, weight, groups, recipe, grad, is_spread=False)
+    x, p = x.clone().requires_grad_(), nn.Parameter(weight.clone())
+
+    def layer(given: Tensor) -> Tensor:
+        summed = p * 1
+        made.append(weakref.ref(summed))
+        return grouped_linear(given, summed, groups, recipe, is_spread=False)
+
+    for run_layer in (layer, partial(checkpoint, layer, use_reentrant=False)):
+        x.grad = p.grad = None
+        output = run_layer(x)
+        assert [one() for one in made] == [None] * len(made)
+        output.backward(grad)
+        for one, other in zip(reference, (output.detach(), x.grad, p.grad), strict=True):
+            assert_bitwise(one, other)
+    assert len(made) == 3
+
+
+@pytest.mark.parametrize("choices", [CHOICES, MANY], ids=["few", "many"])
+def test_rows_are_the_tokens_by_expert_each_from_a_multiple_of_16_on(choices: list[list[int]]) -> None:
+    groups, x, _, _ = experts(choices)
+    rows = groups.spread(x)
+    counts = [len(tokens_of(expert, choices)) for expert in range(NUM_EXPERTS)]
+    assert [end - start for start, end in groups.bounds] == [-(-count // 16) * 16 for count in (*counts, 0)]
+    assert groups.num_rows == len(rows)
+    for expert, (start, end) in enumerate(groups.bounds[:-1]):
+        assert_bitwise(rows[start : start + counts[expert]], x[tokens_of(expert, choices)])
+        assert not rows[start + counts[expert] : end].any()
+    assert_bitwise(groups.collect(rows), x[:, None].expand(-1, 2, -1).contiguous())
+    codes = x.to(torch.float8_e4m3fn)
+    assert_bitwise(groups.spread(codes).float(), groups.spread(codes.float()))
+
+
+@pytest.mark.parametrize("is_spread", [False, True])
+@pytest.mark.parametrize("choices", [CHOICES, MANY], ids=["few", "many"])
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_it_is_each_experts_own_product_under_one_scale(
+    backend: Any, choices: list[list[int]], is_spread: bool
+) -> None:
+    groups, x, weight, grad = experts(choices)
+    given = groups.spread(x) if is_spread else x
+    recipe = TensorwiseRecipe(LinearConfig(backend=backend))
+    output, grad_x, grad_weight = run(given, weight, groups, recipe, grad, is_spread)
+    x_fp8, x_inv = quantize_tensorwise(x, E4M3)
+    w_fp8, w_inv = quantize_tensorwise(weight, E4M3)
+    g_fp8, g_inv = quantize_tensorwise(grad, E5M2)
+    expected_x = torch.zeros_like(grad_x if is_spread else groups.spread(x))
+    for expert, (start, end) in enumerate(groups.bounds[:-1]):
+        own = tokens_of(expert, choices)
+        x_e, g_e = (codes.view(torch.uint8) for codes in (x_fp8, g_fp8))
+        x_e, g_e = x_e[own].view(x_fp8.dtype), g_e[start : start + len(own)].view(g_fp8.dtype)
+        rows = slice(start, start + len(own))
+        assert_bitwise(output[rows], scaled_mm(x_e, w_fp8[expert], x_inv, w_inv, torch.bfloat16, backend))
+        assert not output[start + len(own) : end].any()
+        expected_x[rows] = scaled_mm(g_e, w_fp8[expert].t(), g_inv, w_inv, torch.bfloat16, backend)
+        expected = scaled_mm(g_e.t(), x_e.t(), g_inv, x_inv, torch.bfloat16, backend)
+        assert_bitwise(grad_weight[expert], expected)
+        assert bool(own) == bool(grad_weight[expert].any())
+    assert_bitwise(grad_x, expected_x if is_spread else groups.collect(expected_x).sum(1))
+
+
+def with_payload(weight: Tensor, codes: Tensor, scale_inv: Tensor) -> nn.Parameter:
+    """As ZeRO leaves it: NaN, and FP8 bytes beside it."""
+    p: Any = nn.Parameter(torch.full((1,), float("nan")).bfloat16().expand(weight.shape))
+    p._fp8 = Fp8Payload("weight", 1 / scale_inv, scale_inv, torch.bfloat16)
+    p._fp8.data = codes
+    return p
+
+
+def delayed() -> DelayedRecipe:
+    """With scales of an earlier step, by which some elements saturate."""
+    history = AmaxHistory(2, [E4M3.max, E5M2.max], device="cpu")
+    recipe = DelayedRecipe(LinearConfig.model_validate({"recipe": "delayed"}), history, 0, 1)
+    history.update(torch.tensor([20.0, 3.0]))
+    return recipe
+
+
+@pytest.mark.parametrize("choices", [CHOICES, MANY], ids=["few", "many"])
+def test_it_is_the_fp8_linears_of_the_experts_where_scales_are_the_same(choices: list[list[int]]) -> None:
+    groups, x, weight, grad = experts(choices)
+    codes, scale_inv = quantize_tensorwise(weight, E4M3)
+    p, given, recipe = with_payload(weight, codes, scale_inv), x.clone().requires_grad_(), delayed()
+    output = grouped_linear(given, p, groups, recipe, is_spread=False)
+    output.backward(grad)
+    assert given.grad is not None and p.grad is not None
+    expected_x, amaxes = torch.zeros(groups.num_rows, NUM_IN).bfloat16(), []
+    for expert, (start, _) in enumerate(groups.bounds[:-1]):
+        own = tokens_of(expert, choices)
+        if not own:
+            assert not p.grad[expert].any()
+            continue
+        linear: Any = nn.Linear(NUM_IN, NUM_OUT, bias=False).bfloat16()
+        linear.weight = with_payload(weight[expert], codes[expert], scale_inv)
+        own_recipe = delayed()
+        Fp8Linear.from_linear(linear, own_recipe)
+        x_e = x[own].clone().requires_grad_()
+        rows = slice(start, start + len(own))
+        assert_bitwise(output[rows].detach(), linear(x_e).detach())
+        linear(x_e).backward(grad[rows])
+        assert x_e.grad is not None
+        expected_x[rows] = x_e.grad
+        assert_bitwise(p.grad[expert], linear.weight.grad)
+        amaxes.append(own_recipe.history.amax_local)
+    assert_bitwise(given.grad, groups.collect(expected_x).sum(1))
+    assert_bitwise(recipe.history.amax_local, torch.stack(amaxes).amax(0))
+
+
+def test_in_bf16_it_is_each_experts_product_in_bf16() -> None:
+    groups, x, weight, grad = experts(MANY)
+    recipe = Bf16Recipe(TensorwiseRecipe(LinearConfig()))
+    output, grad_x, grad_weight = run(groups.spread(x), weight, groups, recipe, grad, is_spread=True)
+    for expert, (start, end) in enumerate(groups.bounds[:-1]):
+        rows = groups.spread(x)[start:end]
+        torch.testing.assert_close(output[start:end], rows @ weight[expert].t())
+        torch.testing.assert_close(grad_x[start:end], grad[start:end] @ weight[expert])
+        torch.testing.assert_close(grad_weight[expert], grad[start:end].t() @ rows)
+
+
+@pytest.mark.parametrize("recipe", [TensorwiseRecipe(LinearConfig()), delayed()], ids=["tensorwise", "delayed"])
+def test_without_tokens_there_is_a_gradient_of_zeros(recipe: Any) -> None:
+    groups, _, weight, _ = experts([])
+    empty = torch.empty(0, NUM_IN).bfloat16()
+    output, grad_x, grad_weight = run(empty, weight, groups, recipe, torch.empty(0, NUM_OUT).bfloat16(), False)
+    assert output.shape == (0, NUM_OUT) and grad_x.shape == (0, NUM_IN)
+    assert grad_weight.shape == weight.shape and not grad_weight.any()
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_what_is_kept_for_backward_is_one_byte_an_element_of_each_token_once_and_whose_rows_are_whose(
+    is_packed: bool,
+) -> None:
+    groups, x, weight, _ = experts(CHOICES, is_packed)
+    whose = [(torch.int32, NUM_EXPERTS + 1), *[(torch.int64, 2 * len(CHOICES))] * (1 + is_packed)]
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        recipe = TensorwiseRecipe(LinearConfig())
+        p = nn.Parameter(weight)
+        grouped_linear(x.requires_grad_(), p, groups, recipe, is_spread=False)
+    assert kept.pop(0) is p
+    assert [(t.dtype, t.numel()) for t in kept] == [*whose, (torch.float8_e4m3fn, x.numel()), (torch.float32, 1)]
+    kept.clear()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        frozen = nn.Parameter(weight, requires_grad=False)
+        grouped_linear(x.requires_grad_(), frozen, groups, recipe, is_spread=False)
+    assert kept.pop(0) is frozen
+    assert [(t.dtype, t.numel()) for t in kept] == whose
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_checkpoint_keeps_no_groups_and_goes_by_those_of_the_forward_that_is_done_again(is_packed: bool) -> None:
+    """A router that noise reaches may choose otherwise then: rows of one choice are not those of the other."""
+    _, x, weight, _ = experts(CHOICES)
+    other = [[4, 0], *CHOICES[:-1]]  # as many rows with zeros behind, so that a checkpoint sees no other shapes
+    grad = torch.randn(len(CHOICES), NUM_OUT, generator=torch.Generator().manual_seed(0)).bfloat16()
+    recipe, made = TensorwiseRecipe(LinearConfig()), list[weakref.ref[Any]]()
+
+    def grads(routing: list[list[list[int]]], through: Any) -> list[Tensor]:
+        given, p, left = x.clone().requires_grad_(), nn.Parameter(weight.clone()), list(routing)
+
+        def layer(given: Tensor) -> Tensor:
+            chosen = torch.tensor(left.pop(0))
+            groups = Groups.of(chosen, NUM_EXPERTS, is_packed=is_packed)
+            made.append(weakref.ref(groups.place))
+            return groups.collect(grouped_linear(given, p, groups, recipe, is_spread=False)).sum(1)
+
+        output = through(layer, given)
+        if len(routing) > 1:
+            assert made[-1]() is None
+        output.backward(grad)
+        assert given.grad is not None and p.grad is not None and not left
+        return [given.grad, p.grad]
+
+    expected = grads([other], lambda layer, given: layer(given))
+    found = grads([CHOICES, other], partial(checkpoint, use_reentrant=False))
+    for one, two in zip(expected, found, strict=True):
+        assert_bitwise(one, two)
+
+
+NOBODYS = [[0, NUM_EXPERTS], *[[2, 4]] * 9, [NUM_EXPERTS, NUM_EXPERTS], [3, 0]]
+"""Some choose no expert."""
+
+
+@pytest.mark.parametrize("choices", [CHOICES, MANY, NOBODYS, []], ids=["few", "many", "nobodys", "none"])
+def test_packed_rows_are_the_tokens_by_expert_and_the_host_knows_their_number(choices: list[list[int]]) -> None:
+    groups, x, _, _ = experts(choices, is_packed=True)
+    rows = groups.spread(x)
+    assert groups.num_rows == len(rows) == 2 * len(choices)
+    assert "bounds" not in vars(groups), "the host has read whose rows are whose"
+    own = [tokens_of(expert, choices) for expert in range(NUM_EXPERTS + 1)]
+    assert_bitwise(rows, x[[token for tokens in own for token in tokens]])
+    assert_bitwise(groups.collect(rows), x[:, None].expand(-1, 2, -1).contiguous())
+    assert [end - start for start, end in groups.bounds] == [len(tokens) for tokens in own]
+    for width in (NUM_IN, NUM_IN - 3):
+        codes = x[:, :width].to(torch.float8_e4m3fn).contiguous()
+        assert_bitwise(groups.spread(codes).float(), groups.spread(codes.float()))
+
+
+def whole_numbers(shape: tuple[int, ...], seed: int) -> Tensor:
+    """bf16 whose codes are small whole numbers under a scale that is a power of two: sums are exact in any order."""
+    values = torch.tensor([-7.0, -2.0, -1.0, 1.0, 2.0, 7.0])
+    return values[torch.randint(6, shape, generator=torch.Generator().manual_seed(seed))].bfloat16()
+
+
+@pytest.mark.parametrize("is_spread", [False, True])
+@pytest.mark.parametrize("choices", [CHOICES, MANY, NOBODYS], ids=["few", "many", "nobodys"])
+def test_one_launch_is_the_loop_to_the_bit_where_sums_are_exact(choices: list[list[int]], is_spread: bool) -> None:
+    """7 is 448 / 64, E4M3's largest: such codes are whole numbers. So are E5M2's, of 57344 / 8192."""
+    found = []
+    for is_packed in (False, True):
+        groups, x, weight, grad = experts(choices, is_packed)
+        x, weight = whole_numbers(x.shape, 0), whole_numbers(weight.shape, 1)
+        x[0], weight[0] = 7, 7
+        grad = groups.spread(whole_numbers((len(choices), NUM_OUT), 2))
+        given = groups.spread(x) if is_spread else x
+        recipe = TensorwiseRecipe(LinearConfig())
+        output, grad_x, grad_weight = run(given, weight, groups, recipe, grad, is_spread)
+        found.append([groups.collect(output), groups.collect(grad_x) if is_spread else grad_x, grad_weight])
+    for one, other in zip(*found, strict=True):
+        assert one.any()
+        assert torch.equal(one, other)  # zeros may differ in their signs
+
+
+@pytest.mark.parametrize("choices", [CHOICES, MANY, NOBODYS], ids=["few", "many", "nobodys"])
+@pytest.mark.parametrize("recipe", [lambda: TensorwiseRecipe(LinearConfig()), delayed], ids=["tensorwise", "delayed"])
+def test_one_launch_is_the_loop_but_for_the_order_of_sums(choices: list[list[int]], recipe: Any) -> None:
+    """bf16 has 8 bits: where float32 sums differ in their last ones, one result in some thousand is its neighbour."""
+    found = []
+    for is_packed in (False, True):
+        groups, x, weight, _ = experts(choices, is_packed)
+        grad = groups.spread(torch.randn(len(choices), NUM_OUT, generator=torch.Generator().manual_seed(0)).bfloat16())
+        output, grad_x, grad_weight = run(x, weight, groups, recipe(), grad, is_spread=False)
+        found.append([groups.collect(output), grad_x, grad_weight])
+    for one, other in zip(*found, strict=True):
+        assert float(sqnr_db(one.float(), other.float())) > 55
+        torch.testing.assert_close(other, one, rtol=2**-7, atol=1e-5 * float(one.abs().max()))
+
+
+def test_packed_rows_in_bf16_are_a_loop() -> None:
+    """A weight of a layer may be in bf16 for now, and another one in FP8."""
+    found = []
+    for is_packed in (False, True):
+        groups, x, weight, _ = experts(MANY, is_packed)
+        grad = groups.spread(torch.ones(len(MANY), NUM_OUT).bfloat16())
+        recipe = Bf16Recipe(TensorwiseRecipe(LinearConfig()))
+        output, grad_x, grad_weight = run(x, weight, groups, recipe, grad, is_spread=False)
+        found.append([groups.collect(output), grad_x, grad_weight])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("choices", [MANY, NOBODYS, []], ids=["many", "nobodys", "none"])
+def test_packed_rows_are_weighted_and_added_up_as_others_are_but_for_roundings(
+    choices: list[list[int]], weight_dtype: torch.dtype
+) -> None:
+    generator, found = torch.Generator().manual_seed(0), []
+    whole = torch.randn(len(choices), 2, 24, generator=generator).bfloat16()
+    routing, grad = torch.rand(len(choices), 2, generator=generator), torch.randn(len(choices), 24, generator=generator)
+    for is_packed in (False, True):
+        groups, _, _, _ = experts(choices, is_packed)
+        rows = torch.zeros(groups.num_rows, 24).bfloat16()
+        rows[groups.place] = whole.flatten(0, 1)
+        weights = routing.to(weight_dtype).t().contiguous().t().requires_grad_()
+        assert torch.equal(groups.add_up(rows), whole.sum(1))
+        rows.requires_grad_()
+        output = groups.add_up_weighted(rows, weights, torch.bfloat16)
+        output.backward(grad.bfloat16())
+        assert rows.grad is not None and weights.grad is not None
+        found.append([output, rows.grad[groups.place], weights.grad])
+    for one, other in zip(*found, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(other, one, rtol=2**-6, atol=0.05)  # sums of 24 that were rounded each
+
+
+def test_one_launch_is_for_experts_of_kernels_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    fp8 = TensorwiseRecipe(LinearConfig())
+    bf16, slow = Bf16Recipe(fp8), TensorwiseRecipe(LinearConfig(backend="reference"))
+    like = torch.zeros(1)
+    assert not has_one_launch(like, [64, 32], [fp8]), "on a CPU"
+    monkeypatch.setattr(grouped, "can_run", lambda device: True)
+    assert has_one_launch(like, [64, 32], [fp8]) and has_one_launch(like, [64, 32], [bf16, fp8])
+    for features, recipes in (([64, 40], [fp8]), ([64, 32], [bf16]), ([64, 32], [slow])):
+        assert not has_one_launch(like, features, recipes)
