@@ -25,9 +25,10 @@ from torch import Tensor, nn
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.host import uses_cuda
-from fp8_ds.nn import apply_plan, make_plan
 from fp8_ds.nn.linear.parameter import Fp8Parameter
 from fp8_ds.nn.linear.payload import OF_RECIPE, Fp8Payload
+from fp8_ds.nn.plan.convert import apply_plan
+from fp8_ds.nn.plan.plan import make_plan
 
 NUM_WARM, NUM_CALLS = 20, 1000
 STAND_INS = ("quantize_and_transpose_tensorwise", "record_amax")
@@ -106,7 +107,7 @@ def make_steps(recipe: str, sizes: tuple[int, int, int], device: torch.device) -
     weight._fp8, weight.data, weight.__class__ = payload, payload.nominal(weight.shape), Fp8Parameter
     history = apply_plan(model, plan, config, device)
     converted: Any = fp8.module
-    converted.fp8_recipe.shared = None  # every call is given the same input, and is to quantise it
+    converted.fp8_recipe.input_cache = None  # every call is given the same input, and is to quantise it
     if history is not None:  # from its first update on it scales by what it remembers
         fp8()
         history.update(history.amax_local.clone())

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from fp8_ds.config import LinearConfig, TensorParallelConfig
 from fp8_ds.errors import ConfigError, UnsupportedError
-from fp8_ds.nn import BlockwiseRecipe, Recipe, RowwiseGradWeightHpRecipe, RowwiseRecipe, TensorwiseRecipe
+from fp8_ds.nn.linear.recipe import Recipe
+from fp8_ds.nn.linear.recipes import BlockwiseRecipe, RowwiseGradWeightHpRecipe, RowwiseRecipe, TensorwiseRecipe
 from fp8_ds.tp import TensorParallel
 
 OURS = ("rowwise", "rowwise_with_gw_hp")

@@ -18,7 +18,7 @@ from megatron_training import Layout
 from support.ranks import RankPool
 from torch import nn
 
-from fp8_ds.nn import TensorwiseRecipe
+from fp8_ds.nn.linear.recipes import TensorwiseRecipe
 
 pytestmark = pytest.mark.distributed
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from fp8_ds.config import LinearConfig
-from fp8_ds.nn import apply_plan, make_plan
+from fp8_ds.nn.plan.convert import apply_plan
+from fp8_ds.nn.plan.plan import make_plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D

@@ -20,10 +20,11 @@ from support.waits import host_waits
 from torch import Tensor, nn
 
 from fp8_ds.config import LinearConfig
-from fp8_ds.nn import TensorwiseRecipe, apply_plan, make_plan
+from fp8_ds.nn.linear.recipes import TensorwiseRecipe
 from fp8_ds.nn.moe import products as expert_products
 from fp8_ds.nn.moe.products import Groups, grouped_linear
-from fp8_ds.nn.plan.convert import fp8_layers
+from fp8_ds.nn.plan.convert import apply_plan, fp8_layers
+from fp8_ds.nn.plan.plan import make_plan
 from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.ops.gemm import scaled_mm
 from fp8_ds.ops.grouped import can_run

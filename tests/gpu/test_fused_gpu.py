@@ -9,9 +9,11 @@ from support.producers import assert_same
 from torch import nn
 
 from fp8_ds.config import ActivationsConfig, LinearConfig
-from fp8_ds.nn import Fp8Linear, apply_plan, make_plan
 from fp8_ds.nn.fused.norm import arithmetic_of
 from fp8_ds.nn.fused.search import fuse_producers
+from fp8_ds.nn.linear.fp8_linear import Fp8Linear
+from fp8_ds.nn.plan.convert import apply_plan
+from fp8_ds.nn.plan.plan import make_plan
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.ops.blockwise import dequantize_groupwise, quantize_groupwise
 from fp8_ds.testing import assert_bitwise, sqnr_db

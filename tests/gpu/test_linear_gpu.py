@@ -8,15 +8,15 @@ from support import MANY_SCALES, many_scales
 from torch import nn
 
 from fp8_ds.config import LinearConfig
-from fp8_ds.nn import (
+from fp8_ds.nn.linear.fp8_linear import Fp8Linear
+from fp8_ds.nn.linear.payload import Fp8Payload
+from fp8_ds.nn.linear.recipes import (
     BlockwiseRecipe,
     DelayedRecipe,
-    Fp8Linear,
     RowwiseGradWeightHpRecipe,
     RowwiseRecipe,
     TensorwiseRecipe,
 )
-from fp8_ds.nn.linear.payload import Fp8Payload
 from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.numerics.scale import AmaxHistory, scale_from_amax
 from fp8_ds.ops.gemm import scaled_mm

@@ -10,7 +10,8 @@ import torch
 import training
 
 from fp8_ds.config import LinearConfig
-from fp8_ds.nn import Fp8Linear, TensorwiseRecipe
+from fp8_ds.nn.linear.fp8_linear import Fp8Linear
+from fp8_ds.nn.linear.recipes import TensorwiseRecipe
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.numerics.scale import scale_from_amax
 from fp8_ds.ops.quantize import quantize

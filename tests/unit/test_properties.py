@@ -24,9 +24,15 @@ from torch import Tensor, nn
 
 from fp8_ds.config import Fp8Config, LinearConfig
 from fp8_ds.errors import ConfigError, Fp8DsError
-from fp8_ds.nn import BlockwiseRecipe, Fp8Linear, RowwiseGradWeightHpRecipe, RowwiseRecipe, TensorwiseRecipe
+from fp8_ds.nn.linear.fp8_linear import Fp8Linear
 from fp8_ds.nn.linear.payload import ROW, TENSOR, TILE, per_element
-from fp8_ds.nn.linear.recipes import DelayedRecipe
+from fp8_ds.nn.linear.recipes import (
+    BlockwiseRecipe,
+    DelayedRecipe,
+    RowwiseGradWeightHpRecipe,
+    RowwiseRecipe,
+    TensorwiseRecipe,
+)
 from fp8_ds.numerics.formats import BY_NAME as FORMATS
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.numerics.masters import BY_NAME, decode

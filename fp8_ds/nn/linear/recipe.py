@@ -16,9 +16,7 @@ from __future__ import annotations
 import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -82,7 +80,7 @@ class Quantized:
         return replace(self, columns=transpose(self.rows))
 
 
-class SharedInput:
+class InputCache:
     """The last tensor that was quantised, remembered for as long as its memory lives, and no longer.
 
     A layer that is given the same tensor, unchanged, gets the same FP8 tensors; so it does for an alias of the same
@@ -97,40 +95,15 @@ class SharedInput:
         self._key: tuple[object, ...] = ()
         self._quantized: Quantized | None = None
 
-    def quantize(
-        self,
-        x: Tensor,
-        needs_columns: bool,
-        quantize: Callable[[Tensor, bool], Quantized],
-        complete: Callable[[Quantized], Quantized],
-        epoch: object,
-    ) -> Quantized:
-        """Return `quantize(x, needs_columns)`, or what it gave for this x before.
-
-        Args:
-            x: what the layer was called with, any shape.
-            needs_columns: whether the transpose is needed; the other always is, from which `complete` makes it.
-            epoch: tensors of another epoch do not count.
-        """
-        if torch.compiler.is_compiling() or _is_inference(x):  # a trace removes repetitions itself
-            return quantize(x, needs_columns)
-        known = self._known(x, epoch)
-        if known is None and not _is_computed(x):
-            return quantize(x, needs_columns)
-        if known is not None and (known.columns is not None or not needs_columns):
-            return known
-        quantized = quantize(x, needs_columns) if known is None else complete(known)
-        self.offer(x, quantized, epoch)
-        return quantized
-
-    def offer(self, x: Tensor, quantized: Quantized, epoch: object = None) -> None:
+    def store(self, x: Tensor, quantized: Quantized, epoch: object = None) -> None:
         """Give these FP8 tensors to layers that are given this tensor, unchanged, but not in inference mode."""
         if _is_inference(x):
             return
         self._quantized, self._key = quantized, _key(x, epoch)
         self._storage = weakref.ref(x.untyped_storage(), self._forget)
 
-    def _known(self, x: Tensor, epoch: object) -> Quantized | None:
+    def find(self, x: Tensor, epoch: object) -> Quantized | None:
+        """Return the FP8 tensors stored for this tensor in this epoch; None if it is not the last one, or has changed."""
         if self._storage is None or self._storage() is not x.untyped_storage():
             return None
         return self._quantized if self._key == _key(x, epoch) else None
@@ -139,8 +112,8 @@ class SharedInput:
         if storage is self._storage:
             self._storage = self._quantized = None
 
-    def __reduce__(self) -> tuple[type[SharedInput], tuple[()]]:
-        return SharedInput, ()  # copies and pickles of a model start with nothing remembered
+    def __reduce__(self) -> tuple[type[InputCache], tuple[()]]:
+        return InputCache, ()  # copies and pickles of a model start with nothing remembered
 
 
 def _is_inference(x: Tensor) -> bool:
@@ -165,7 +138,8 @@ class Recipe(ABC):
     """The three GEMMs of one linear, from and to high precision.
 
     Attributes:
-        shared: of all layers of a model: an input that several of them read is quantised once. None: each for itself.
+        input_cache: of all layers of a model: an input that several of them read is quantised once. None: each for
+            itself.
         needs_grad_columns: whether `grad_weight` multiplies the quantised grad_output.
         is_fp8: whether its GEMMs run in FP8.
         is_turned: whether the layer's weight is stored [I, O], and its gradient, too (`Fp8Conv1D`).
@@ -178,12 +152,12 @@ class Recipe(ABC):
     is_turned = False
     copied: CopiedScales | None = None
 
-    def __init__(self, linear_config: LinearConfig, shared: SharedInput | None = None) -> None:
+    def __init__(self, linear_config: LinearConfig, input_cache: InputCache | None = None) -> None:
         self.grad_format: Float8Format = _GRAD_FORMATS[linear_config.grad_dtype]
         self.backend: GemmBackend = linear_config.backend
         self.fast_gemms = linear_config.fast_gemms
         self.linear_config = linear_config
-        self.shared = shared
+        self.input_cache = input_cache
 
     def describe(self) -> str:
         """Return the text for `print(model)`."""
@@ -216,15 +190,23 @@ class Recipe(ABC):
 
         `record`: whether this is a training forward.
         """
-        if self.shared is None:
+        cache = self.input_cache
+        if cache is None or torch.compiler.is_compiling() or _is_inference(x):  # a trace removes repetitions itself
             return self._quantize_input(x, needs_columns, record)
-        quantize = partial(self._quantize_input, record=record)
-        return self.shared.quantize(x, needs_columns, quantize, self._complete, self._epoch(record))
+        epoch = self._epoch(record)
+        known = cache.find(x, epoch)
+        if known is None and not _is_computed(x):
+            return self._quantize_input(x, needs_columns, record)
+        if known is not None and (known.columns is not None or not needs_columns):
+            return known
+        x_fp8 = self._quantize_input(x, needs_columns, record) if known is None else self._complete(known)
+        cache.store(x, x_fp8, epoch)
+        return x_fp8
 
     def offer(self, x: Tensor, x_fp8: Quantized, *, record: bool) -> None:
         """Give layers that read `x` what its producer has quantised, as `producer_scaling` says."""
-        if self.shared is not None:
-            self.shared.offer(x, x_fp8, self._epoch(record))
+        if self.input_cache is not None:
+            self.input_cache.store(x, x_fp8, self._epoch(record))
 
     def adopt(self, x: Tensor, x_fp8: Quantized, *, record: bool) -> Quantized:
         """Return the input `x` as another layer with this kind of recipe, or a producer, has quantised it."""

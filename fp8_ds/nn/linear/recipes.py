@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8_ds.config import LinearConfig
-from fp8_ds.nn.linear.recipe import Fp8Weight, Kept, Quantized, Recipe, SharedInput, as_matrix, refuse_released
+from fp8_ds.nn.linear.recipe import Fp8Weight, InputCache, Kept, Quantized, Recipe, as_matrix, refuse_released
 from fp8_ds.numerics.formats import E4M3, Float8Format
 from fp8_ds.numerics.scale import AmaxHistory, AmaxSlot
 from fp8_ds.ops._producer import Scaling
@@ -108,9 +108,9 @@ class DelayedRecipe(TensorwiseRecipe):
         history: AmaxHistory,
         slot_x: int,
         slot_grad: int,
-        shared: SharedInput | None = None,
+        input_cache: InputCache | None = None,
     ) -> None:
-        super().__init__(linear_config, shared)
+        super().__init__(linear_config, input_cache)
         self.history = history
         self.slot_x = history.slot(slot_x)
         self.slot_grad = history.slot(slot_grad)
@@ -328,7 +328,7 @@ class Bf16Recipe(Recipe):
         self.grad_format = fp8.grad_format
         self.backend = fp8.backend
         self.is_turned = fp8.is_turned
-        self.shared = None
+        self.input_cache = None
 
     def describe(self) -> str:
         return f"fp8=bf16 for now, else {self.fp8.describe()}"

@@ -15,7 +15,7 @@ from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
 from fp8_ds.nn.fused.search import linears_that_read
 from fp8_ds.nn.linear.fp8_linear import Fp8Linear, replaced_forward
-from fp8_ds.nn.linear.recipe import Recipe, SharedInput
+from fp8_ds.nn.linear.recipe import InputCache, Recipe
 from fp8_ds.nn.linear.recipes import (
     BlockwiseRecipe,
     DelayedRecipe,
@@ -79,16 +79,16 @@ def apply_plan(
     """
     modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
     converters = [_converter(modules, layer, foreign) for layer in plan.layers if layer.converted]
-    shared = SharedInput()
+    input_cache = InputCache()
     if linear_config.recipe != "delayed":
         for convert in converters:
-            convert(_RECIPES[linear_config.recipe](linear_config, shared))
+            convert(_RECIPES[linear_config.recipe](linear_config, input_cache))
         return None
     fp8_max = [E4M3.max, BY_NAME[linear_config.grad_dtype].max] * len(converters)
     names = [f"{layer.fqn} {kind}" for layer in plan.layers if layer.converted for kind in ("input", "grad_output")]
     history = AmaxHistory(len(fp8_max), fp8_max, device=device, names=names)
     for i, convert in enumerate(converters):
-        convert(DelayedRecipe(linear_config, history, 2 * i, 2 * i + 1, shared))
+        convert(DelayedRecipe(linear_config, history, 2 * i, 2 * i + 1, input_cache))
     _name_leaders(model)
     return history
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from fp8_ds.checkpoint.state import _how_to_keep
 from fp8_ds.config import LinearConfig
-from fp8_ds.nn import Plan, make_plan
+from fp8_ds.nn.plan.plan import Plan, make_plan
 
 
 def test_how_to_keep_the_layers_turns_off_what_this_run_leaves_in_bf16_at_its_ends() -> None:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.monitor.statistics import Observers, StatisticsTable
-from fp8_ds.nn import apply_plan, make_plan
+from fp8_ds.nn.plan.convert import apply_plan
+from fp8_ds.nn.plan.plan import make_plan
 from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.ops.quantize import quantize_tensorwise
 from megatron_patches.engine_observers import EngineObservers, is_engine_linear

@@ -14,11 +14,12 @@ from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
 from fp8_ds.config import LinearConfig
-from fp8_ds.nn import Fp8Linear, TensorwiseRecipe
 from fp8_ds.nn.fused.mlp import FusedSwiglu, SwigluParts
 from fp8_ds.nn.fused.module import Producer
 from fp8_ds.nn.fused.search import parts_of
-from fp8_ds.nn.linear.recipe import SharedInput
+from fp8_ds.nn.linear.fp8_linear import Fp8Linear
+from fp8_ds.nn.linear.recipe import InputCache
+from fp8_ds.nn.linear.recipes import TensorwiseRecipe
 from fp8_ds.testing import assert_bitwise, sqnr_db
 
 WIDTH, HIDDEN = 64, 160
@@ -230,7 +231,7 @@ def test_mlps_of_the_llama_family_are_recognised(module, name):
 
 def make(nonlinear="bf16", fused=True):
     torch.manual_seed(0)
-    mlp, shared = Mlp().bfloat16(), SharedInput()
+    mlp, shared = Mlp().bfloat16(), InputCache()
     for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
         Fp8Linear.from_linear(linear, TensorwiseRecipe(LinearConfig(), shared))
     if fused:

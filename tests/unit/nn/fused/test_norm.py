@@ -12,10 +12,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fp8_ds.config import LinearConfig
-from fp8_ds.nn import Fp8Linear, TensorwiseRecipe
 from fp8_ds.nn.fused.module import Producer
 from fp8_ds.nn.fused.norm import FusedRMSNorm, arithmetic_of, is_candidate
-from fp8_ds.nn.linear.recipe import SharedInput
+from fp8_ds.nn.linear.fp8_linear import Fp8Linear
+from fp8_ds.nn.linear.recipe import InputCache
+from fp8_ds.nn.linear.recipes import TensorwiseRecipe
 from fp8_ds.testing import assert_bitwise, sqnr_db
 
 WIDTH = 192
@@ -129,7 +130,7 @@ def make(norm=None, nonlinear="bf16", shared=None):
     stock = LlamaNorm() if norm is None else norm
     torch.manual_seed(1)
     reader = Fp8Linear.from_linear(
-        nn.Linear(WIDTH, 32, bias=False).bfloat16(), TensorwiseRecipe(LinearConfig(), shared or SharedInput())
+        nn.Linear(WIDTH, 32, bias=False).bfloat16(), TensorwiseRecipe(LinearConfig(), shared or InputCache())
     )
     fused = copy.deepcopy(stock)
     FusedRMSNorm.from_norm(fused, arithmetic_of(fused), Producer((reader,), nonlinear))
@@ -269,7 +270,7 @@ def test_what_is_written_in_place_is_what_readers_see():
     hp = fused(x)
     hp.mul_(-3)
     plain = copy.deepcopy(reader)
-    plain.fp8_recipe.shared = None
+    plain.fp8_recipe.input_cache = None
     assert_bitwise(reader(hp), plain(hp.detach().clone()))
     hp.sum().backward()
     grad = x.grad.clone()
@@ -283,7 +284,7 @@ def test_a_hook_that_returns_another_tensor_is_obeyed():
     x = inputs()
     fused.register_forward_hook(lambda module, args, output: output * 2)
     plain = copy.deepcopy(reader)
-    plain.fp8_recipe.shared = None
+    plain.fp8_recipe.input_cache = None
     assert_bitwise(reader(fused(x)), plain(fused(x)))
 
 

@@ -11,12 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_ds.config import ActivationsConfig, LinearConfig
 from fp8_ds.errors import ConfigError
-from fp8_ds.nn import Fp8Linear, apply_plan, make_plan
 from fp8_ds.nn.fused.mlp import FusedSwiglu
 from fp8_ds.nn.fused.module import FusedModule, Producer
 from fp8_ds.nn.fused.norm import FusedRMSNorm
 from fp8_ds.nn.fused.search import fuse_producers, parts_of
-from fp8_ds.nn.plan.convert import revert
+from fp8_ds.nn.linear.fp8_linear import Fp8Linear
+from fp8_ds.nn.plan.convert import apply_plan, revert
+from fp8_ds.nn.plan.plan import make_plan
 from fp8_ds.testing import assert_bitwise, sqnr_db
 
 modeling = pytest.importorskip("transformers.models.llama.modeling_llama")

@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fp8_ds.config import ActivationsConfig, LinearConfig
-from fp8_ds.nn import apply_plan, make_plan
 from fp8_ds.nn.fused import mlp as mlp_module
 from fp8_ds.nn.fused.search import fuse_producers
 from fp8_ds.nn.linear.payload import Fp8Payload
+from fp8_ds.nn.plan.convert import apply_plan
+from fp8_ds.nn.plan.plan import make_plan
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.ops.quantize import quantize_tensorwise
 from fp8_ds.ops.swiglu import (

@@ -10,10 +10,10 @@ import pytest
 from torch import nn
 
 from fp8_ds.config import ActivationsConfig, LinearConfig
-from fp8_ds.nn import apply_plan, make_plan
 from fp8_ds.nn.fused.module import FusedModule
 from fp8_ds.nn.fused.search import fuse_producers
-from fp8_ds.nn.plan.convert import fp8_layers
+from fp8_ds.nn.plan.convert import apply_plan, fp8_layers
+from fp8_ds.nn.plan.plan import make_plan
 
 SHAPE = {
     "hidden_size": 64,

@@ -11,11 +11,11 @@ from torch import nn
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
-from fp8_ds.nn import Fp8Linear, TensorwiseRecipe, apply_plan, make_plan
-from fp8_ds.nn.linear.fp8_linear import Fp8Conv1D
+from fp8_ds.nn.linear.fp8_linear import Fp8Conv1D, Fp8Linear
 from fp8_ds.nn.linear.payload import Fp8Payload
-from fp8_ds.nn.linear.recipes import Bf16Recipe
-from fp8_ds.nn.plan.convert import revert
+from fp8_ds.nn.linear.recipes import Bf16Recipe, TensorwiseRecipe
+from fp8_ds.nn.plan.convert import apply_plan, revert
+from fp8_ds.nn.plan.plan import make_plan
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.ops.quantize import quantize_tensorwise
 from fp8_ds.testing import assert_bitwise

@@ -10,8 +10,11 @@ from torch import nn
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
-from fp8_ds.nn import DelayedRecipe, Fp8Linear, TensorwiseRecipe, apply_plan, make_plan
+from fp8_ds.nn.linear.fp8_linear import Fp8Linear
 from fp8_ds.nn.linear.payload import Fp8Payload
+from fp8_ds.nn.linear.recipes import DelayedRecipe, TensorwiseRecipe
+from fp8_ds.nn.plan.convert import apply_plan
+from fp8_ds.nn.plan.plan import make_plan
 from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.numerics.scale import AmaxHistory
 from fp8_ds.ops.gemm import BACKENDS

@@ -9,9 +9,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8_ds.config import ActivationsConfig, LinearConfig
-from fp8_ds.nn import DelayedRecipe, Fp8Linear, RowwiseRecipe, TensorwiseRecipe
 from fp8_ds.nn.fused.search import fuse_producers
+from fp8_ds.nn.linear.fp8_linear import Fp8Linear
 from fp8_ds.nn.linear.payload import Fp8Payload
+from fp8_ds.nn.linear.recipes import DelayedRecipe, RowwiseRecipe, TensorwiseRecipe
 from fp8_ds.nn.plan.convert import apply_plan, revert
 from fp8_ds.nn.plan.plan import make_plan
 from fp8_ds.numerics.formats import E4M3, E5M2

@@ -9,8 +9,9 @@ from torch.nn.functional import silu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_ds.config import ActivationsConfig, LinearConfig
-from fp8_ds.nn import apply_plan, make_plan
 from fp8_ds.nn.fused.search import fuse_producers
+from fp8_ds.nn.plan.convert import apply_plan
+from fp8_ds.nn.plan.plan import make_plan
 
 WIDTH, HIDDEN = 64, 160
 NUM_GEMMS = {"tensorwise": 3, "delayed": 3, "rowwise": 3, "rowwise_with_gw_hp": 2, "blockwise": 3}

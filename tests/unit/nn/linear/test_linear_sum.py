@@ -15,8 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8_ds import Fp8AdamW
 from fp8_ds.config import LinearConfig
-from fp8_ds.nn import Fp8Linear, apply_plan, make_plan
+from fp8_ds.nn.linear.fp8_linear import Fp8Linear
 from fp8_ds.nn.linear.recipes import Bf16Recipe
+from fp8_ds.nn.plan.convert import apply_plan
+from fp8_ds.nn.plan.plan import make_plan
 from fp8_ds.testing import assert_bitwise
 
 RECIPES = ["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"]

@@ -110,7 +110,8 @@ def test_backward_of_a_graph_reads_bytes_gathered_after_its_forward_and_keeps_no
     from torch.multiprocessing.reductions import StorageWeakRef
 
     from fp8_ds.config import LinearConfig
-    from fp8_ds.nn import Fp8Linear, TensorwiseRecipe
+    from fp8_ds.nn.linear.fp8_linear import Fp8Linear
+    from fp8_ds.nn.linear.recipes import TensorwiseRecipe
 
     linear = nn.Linear(SHAPE[1], SHAPE[0], bias=False).bfloat16()
     Fp8Linear.from_linear(linear, TensorwiseRecipe(LinearConfig()))

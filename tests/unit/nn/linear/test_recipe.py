@@ -15,10 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fp8_ds.config import LinearConfig
-from fp8_ds.nn import Fp8Linear, TensorwiseRecipe, apply_plan, make_plan
+from fp8_ds.nn.linear.fp8_linear import Fp8Linear
 from fp8_ds.nn.linear.payload import OF_RECIPE, Fp8Payload
-from fp8_ds.nn.linear.recipe import SharedInput
-from fp8_ds.nn.plan.convert import revert
+from fp8_ds.nn.linear.recipe import InputCache
+from fp8_ds.nn.linear.recipes import TensorwiseRecipe
+from fp8_ds.nn.plan.convert import apply_plan, revert
+from fp8_ds.nn.plan.plan import make_plan
 from fp8_ds.testing import assert_bitwise
 
 QUANTIZE = "fp8_ds.quantize_and_transpose_tensorwise"
@@ -75,7 +77,7 @@ def step(linears, x):
 
 def test_three_layers_quantise_their_common_input_once_and_compute_the_same_bits():
     x = torch.randn(16, 32).bfloat16()
-    together, alone = layers(3, SharedInput()), layers(3, None)
+    together, alone = layers(3, InputCache()), layers(3, None)
     with Calls() as calls:
         got = step(together, x)
     assert calls.names[QUANTIZE] == 1 + 3  # x, and each grad_output
@@ -193,7 +195,7 @@ def test_in_a_graph_layers_go_by_good_scales_though_the_first_of_them_is_not_cal
 
 
 def test_layers_keep_one_layout_of_their_common_input_for_backward():
-    linears = layers(3, SharedInput())
+    linears = layers(3, InputCache())
     x = computed(16, 32)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -204,7 +206,7 @@ def test_layers_keep_one_layout_of_their_common_input_for_backward():
 
 
 def test_a_tensor_written_in_place_is_quantised_again():
-    first, second = layers(2, SharedInput())
+    first, second = layers(2, InputCache())
     x = computed(16, 32)
     first(x)
     x.mul_(-3)
@@ -212,7 +214,7 @@ def test_a_tensor_written_in_place_is_quantised_again():
 
 
 def test_equal_values_in_another_tensor_are_quantised_again():
-    first, second = layers(2, SharedInput())
+    first, second = layers(2, InputCache())
     x = computed(16, 32)
     with Calls() as calls:
         first(x), second(x.clone()), second(x)
@@ -221,7 +223,7 @@ def test_equal_values_in_another_tensor_are_quantised_again():
 
 def test_an_alias_of_the_same_elements_is_the_same_tensor():
     """ZeRO-3's hooks give each module `detach` of what it is called with."""
-    first, second = layers(2, SharedInput())
+    first, second = layers(2, InputCache())
     x = computed(2, 8, 32)
     with Calls() as calls:
         first(Alias.apply(x)), second(Alias.apply(x)), second(x.view_as(x))
@@ -229,7 +231,7 @@ def test_an_alias_of_the_same_elements_is_the_same_tensor():
 
 
 def test_other_elements_of_the_same_memory_are_quantised_again():
-    first, second = layers(2, SharedInput())
+    first, second = layers(2, InputCache())
     plain = layers(2, None)[1]
     x = computed(32, 32)
     for other in (x[16:], x.t(), x[:16].view(2, 8, 32)):
@@ -241,7 +243,7 @@ def test_other_elements_of_the_same_memory_are_quantised_again():
 
 
 def test_a_write_through_an_alias_is_seen():
-    first, second = layers(2, SharedInput())
+    first, second = layers(2, InputCache())
     x = computed(16, 32)
     first(x)
     x.detach().mul_(-3)
@@ -249,7 +251,7 @@ def test_a_write_through_an_alias_is_seen():
 
 
 def test_fp8_tensors_live_as_long_as_any_alias():
-    shared = SharedInput()
+    shared = InputCache()
     (linear,) = layers(1, shared)
     x = computed(16, 32)
     linear(x)
@@ -266,7 +268,7 @@ def test_fp8_tensors_live_as_long_as_any_alias():
 
 def test_memory_that_is_used_again_is_another_tensor():
     """The allocator may give a new tensor the address of one that is gone."""
-    shared = SharedInput()
+    shared = InputCache()
     first, second = layers(2, shared)
     plain = layers(2, None)[1]
     x = computed(16, 32)
@@ -281,7 +283,7 @@ def test_memory_that_is_used_again_is_another_tensor():
 
 
 def test_a_layer_that_trains_after_a_frozen_one_gets_its_layout():
-    frozen, trained = layers(2, SharedInput())
+    frozen, trained = layers(2, InputCache())
     frozen.weight.requires_grad_(False)
     x = torch.randn(16, 32).bfloat16().requires_grad_()
     (frozen(x) + trained(x)).float().sum().backward()
@@ -292,7 +294,7 @@ def test_a_layer_that_trains_after_a_frozen_one_gets_its_layout():
 
 
 def test_fp8_tensors_are_freed_with_the_tensor_they_were_made_of():
-    shared = SharedInput()
+    shared = InputCache()
     (linear,) = layers(1, shared)
     x = computed(16, 32)
     linear(x)
@@ -308,7 +310,7 @@ def test_fp8_tensors_are_freed_with_the_tensor_they_were_made_of():
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpointed_layers_share_and_compute_the_same_bits(use_reentrant):
     x = torch.randn(16, 32).bfloat16()
-    together, alone = layers(2, SharedInput()), layers(2, None)
+    together, alone = layers(2, InputCache()), layers(2, None)
 
     def block(linears, inner):
         return linears[0](inner * 1) + linears[1](inner)
@@ -325,7 +327,7 @@ def test_checkpointed_layers_share_and_compute_the_same_bits(use_reentrant):
 
 def test_parameters_and_buffers_are_quantised_each_time():
     """ZeRO's step writes the buffer that a parameter views, a collective a batch: no version counter moves."""
-    first, second = layers(2, SharedInput())
+    first, second = layers(2, InputCache())
     plain = layers(2, None)[1]
     flat = torch.randn(16 * 32).bfloat16()
     latents = nn.Parameter(torch.empty(16, 32).bfloat16())
@@ -337,7 +339,7 @@ def test_parameters_and_buffers_are_quantised_each_time():
 
 
 def test_inference_tensors_have_no_version_and_are_quantised_each_time():
-    first, second = layers(2, SharedInput())
+    first, second = layers(2, InputCache())
     with torch.inference_mode():
         x = torch.randn(16, 32).bfloat16()
         expected = second(x).clone()
@@ -377,20 +379,20 @@ def test_fp8_tensors_made_in_inference_mode_are_kept_for_no_backward(recipe):
 
 
 def test_what_is_offered_in_inference_mode_is_not_remembered():
-    shared, x = SharedInput(), computed(16, 32)
+    shared, x = InputCache(), computed(16, 32)
     (linear,) = layers(1, shared)
     with torch.inference_mode():
-        shared.offer(x, linear.fp8_recipe._quantize_input(x, False, False))
+        shared.store(x, linear.fp8_recipe._quantize_input(x, False, False))
     assert shared._quantized is None
 
 
 def test_copies_and_pickles_of_a_model_start_with_nothing_remembered():
-    linears = nn.ModuleList(layers(2, SharedInput()))
+    linears = nn.ModuleList(layers(2, InputCache()))
     x = torch.randn(16, 32).bfloat16()
     expected = [linear(x) for linear in linears]
     for other in (copy.deepcopy(linears), pickle.loads(pickle.dumps(linears))):
-        assert other[0].fp8_recipe.shared is other[1].fp8_recipe.shared
-        assert other[0].fp8_recipe.shared is not linears[0].fp8_recipe.shared
+        assert other[0].fp8_recipe.input_cache is other[1].fp8_recipe.input_cache
+        assert other[0].fp8_recipe.input_cache is not linears[0].fp8_recipe.input_cache
         for linear, output in zip(other, expected, strict=True):
             assert_bitwise(linear(x), output)
 

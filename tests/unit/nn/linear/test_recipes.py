@@ -8,9 +8,10 @@ from support import many_scales
 from torch import nn
 
 from fp8_ds.config import LinearConfig
-from fp8_ds.nn import BlockwiseRecipe, Fp8Linear, RowwiseGradWeightHpRecipe, RowwiseRecipe, TensorwiseRecipe
+from fp8_ds.nn.linear.fp8_linear import Fp8Linear
 from fp8_ds.nn.linear.payload import OF_RECIPE, Fp8Payload, per_element
-from fp8_ds.nn.linear.recipe import SharedInput
+from fp8_ds.nn.linear.recipe import InputCache
+from fp8_ds.nn.linear.recipes import BlockwiseRecipe, RowwiseGradWeightHpRecipe, RowwiseRecipe, TensorwiseRecipe
 from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.ops.blockwise import quantize_blockwise
 from fp8_ds.ops.gemm import BACKENDS, scaled_mm
@@ -256,7 +257,7 @@ def test_layers_that_share_their_input_compute_the_same_bits(recipe):
     linears[0].weight.requires_grad_(False)  # its input has rows only: the next layer completes them
     x = torch.randn(40, 144).bfloat16()
     results = []
-    for shared in (SharedInput(), None):
+    for shared in (InputCache(), None):
         modules = [fp8_of(linear, recipe, shared) for linear in linears]
         inner = x.clone().requires_grad_()
         outputs = [module(inner) for module in modules]
@@ -273,7 +274,7 @@ def test_layers_that_share_their_input_compute_the_same_bits(recipe):
 def test_compiled_equals_eager_without_graph_breaks(recipe):
     linear, x, grad_output = inputs(32, 48, 64)
     linear, x, grad_output = linear.bfloat16(), x.bfloat16(), grad_output.bfloat16()
-    module = fp8_of(linear, recipe, SharedInput())
+    module = fp8_of(linear, recipe, InputCache())
     attach_payload(module, recipe)
     expected = run(module, x, grad_output)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8_ds import Fp8AdamW, Fp8Linear
 from fp8_ds.config import ActivationsConfig, LinearConfig
-from fp8_ds.nn import BlockwiseRecipe, RowwiseRecipe, TensorwiseRecipe
 from fp8_ds.nn.fused.search import fuse_producers
+from fp8_ds.nn.linear.recipes import BlockwiseRecipe, RowwiseRecipe, TensorwiseRecipe
 from fp8_ds.nn.moe.products import Groups, grouped_linear
 from fp8_ds.nn.plan.convert import apply_plan
 from fp8_ds.nn.plan.plan import make_plan

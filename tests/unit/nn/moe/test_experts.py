@@ -18,15 +18,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
 from fp8_ds.monitor.statistics import Observers, StatisticsTable
-from fp8_ds.nn import apply_plan, make_plan
 from fp8_ds.nn.linear.parameter import Fp8Parameter
 from fp8_ds.nn.linear.payload import Fp8Payload
 from fp8_ds.nn.linear.recipes import Bf16Recipe
 from fp8_ds.nn.moe import experts as experts_reference
 from fp8_ds.nn.moe import products as expert_products
 from fp8_ds.nn.moe.experts import Fp8Experts, is_experts, stock_forward, why_not
-from fp8_ds.nn.plan.convert import fp8_layers, revert
-from fp8_ds.nn.plan.plan import OtherMatrices, Plan
+from fp8_ds.nn.plan.convert import apply_plan, fp8_layers, revert
+from fp8_ds.nn.plan.plan import OtherMatrices, Plan, make_plan
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.ops.quantize import quantize
 from fp8_ds.testing import assert_bitwise, sqnr_db

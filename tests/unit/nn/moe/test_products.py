@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8_ds.config import LinearConfig
-from fp8_ds.nn import DelayedRecipe, Fp8Linear, TensorwiseRecipe
+from fp8_ds.nn.linear.fp8_linear import Fp8Linear
 from fp8_ds.nn.linear.payload import Fp8Payload
-from fp8_ds.nn.linear.recipes import Bf16Recipe
+from fp8_ds.nn.linear.recipes import Bf16Recipe, DelayedRecipe, TensorwiseRecipe
 from fp8_ds.nn.moe.products import Groups, grouped_linear, has_one_launch
 from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.numerics.scale import AmaxHistory

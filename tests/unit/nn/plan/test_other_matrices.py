@@ -6,9 +6,8 @@ from torch import nn
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
-from fp8_ds.nn import make_plan
 from fp8_ds.nn.plan.convert import revert
-from fp8_ds.nn.plan.plan import OtherMatrices, Plan
+from fp8_ds.nn.plan.plan import OtherMatrices, Plan, make_plan
 
 
 class Experts(nn.Module):

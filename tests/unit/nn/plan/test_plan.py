@@ -10,7 +10,10 @@ from torch import nn
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
-from fp8_ds.nn import DelayedRecipe, Fp8Linear, Plan, TensorwiseRecipe, apply_plan, make_plan
+from fp8_ds.nn.linear.fp8_linear import Fp8Linear
+from fp8_ds.nn.linear.recipes import DelayedRecipe, TensorwiseRecipe
+from fp8_ds.nn.plan.convert import apply_plan
+from fp8_ds.nn.plan.plan import Plan, make_plan
 
 
 class Block(nn.Module):
