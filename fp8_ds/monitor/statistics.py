@@ -163,14 +163,14 @@ class ObservedRecipe(Recipe):
         return grad_fp8
 
     def output(self, x_fp8: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
-        self.count_whole(x_fp8, weight)
+        self.observe_operands(x_fp8, weight)
         return super().output(x_fp8, weight, dtype)
 
     @property
-    def parts(self) -> Any:
+    def unobserved(self) -> Any:
         return super()
 
-    def count_whole(self, x_fp8: Quantized, weight: Fp8Weight) -> None:
+    def observe_operands(self, x_fp8: Quantized, weight: Fp8Weight) -> None:
         assert x_fp8.rows is not None
         if self.is_in_training:
             observe_codes(x_fp8.rows, x_fp8.scale_inv, self.counts[0], can_saturate=x_fp8.slot is not None)

@@ -65,7 +65,7 @@ def quantize_m(m: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
     if noise is None:
         codes = scaled.clamp(-E4M3.max, E4M3.max).to(E4M3.torch_dtype)
         return codes.view(torch.uint8), scale_inv
-    # E4M3's bits are those of a float32 whose exponent is less by 120: add 1/32 to 31/32 of a code there, then cut.
+    # E4M3's bits are those of a float32 whose exponent is less by 120: add 1/32 to 31/32 of a code, then truncate.
     rounded = (scaled * 2.0**-120).view(torch.int32) + (noise * 240 + 0x8078)
     return (((rounded >> 20) & 0x7F) | ((rounded >> 24) & 0x80)).to(torch.uint8), scale_inv
 

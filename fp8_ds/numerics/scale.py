@@ -99,7 +99,7 @@ class AmaxSlot:
 
     With a shared version counter, one linear recording its amax would invalidate what another has kept for backward.
     With a shared storage, torch.compile takes two amaxes that one op writes for overlapping tensors.
-    From `origin`, the history and the index in it, copies and pickles take their views: plain pickle cuts them off.
+    From `origin`, the history and the index in it, copies and pickles take their views, which plain pickle would copy.
     """
 
     amax_local: Tensor

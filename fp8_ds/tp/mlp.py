@@ -22,13 +22,13 @@ from torch import Tensor
 
 from fp8_ds.nn.fused.module import Nonlinear, recover
 from fp8_ds.nn.fused.swiglu import (
+    NeedsGrad,
     Recipes,
-    Wanted,
     bias_grads,
     keep_factors,
     kept_product,
-    parts_of_kept,
     product,
+    split_kept,
     swiglu_grads,
 )
 from fp8_ds.nn.linear.fp8_linear import check_input, checked_weights, linear_grads, linear_output, read_weight
@@ -52,7 +52,7 @@ class _Rules(NamedTuple):
 
 
 class _ParallelMlp(torch.autograd.Function):
-    """The function of the module's docstring. Inputs are those of `Wanted` but the last, and four without gradient."""
+    """The function of the module's docstring. Inputs: those of `NeedsGrad` but the last, and four without gradient."""
 
     @staticmethod
     def forward(
@@ -84,7 +84,7 @@ class _ParallelMlp(torch.autograd.Function):
         kept_x = rules.gate.keep_input(gathered) if keeps_x else ()
         ctx.num_kept_x = len(kept_x)
         if record and any(ctx.needs_input_grad):
-            wanted = Wanted._make([*ctx.needs_input_grad[:6], False])
+            wanted = NeedsGrad._make([*ctx.needs_input_grad[:6], False])
             pairs = (gate_weight, wanted.x), (up_weight, wanted.x), (down_weight, wanted.product)
             checked = checked_weights(*pairs)
             ctx.num_checked = len(checked)
@@ -95,13 +95,13 @@ class _ParallelMlp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        wanted = Wanted._make([*ctx.needs_input_grad[:6], False])
+        wanted = NeedsGrad._make([*ctx.needs_input_grad[:6], False])
         rules: _Rules = ctx.rules
         gate_weight, up_weight, down_weight = ctx.weights
         dtype = grad_output.dtype
         gathered = gather_shard(rules.down.send_grad(as_matrix(grad_output)), ctx.tp)
         # Until it is there: what the GEMMs read beside it.
-        kept_x, gate, up, amax = parts_of_kept(ctx.saved_tensors[ctx.num_checked :], ctx.num_kept_x)
+        kept_x, gate, up, amax = split_kept(ctx.saved_tensors[ctx.num_checked :], ctx.num_kept_x)
         gate_TF, up_TF = recover(gate), recover(up)
         down_fp8 = rules.down.prepared(read_weight(down_weight, rules.down.recipe)) if wanted.product else None
         weights_fp8 = [

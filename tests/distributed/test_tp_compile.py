@@ -15,9 +15,9 @@ import training
 from torch import Tensor, nn
 
 from fp8_ds.config import TensorParallelConfig
-from fp8_ds.nn.fused.mlp import FusedSwiglu, SwigluParts
+from fp8_ds.nn.fused.mlp import FusedSwiglu, SwigluNames
 from fp8_ds.nn.fused.module import Producer
-from fp8_ds.nn.fused.search import parts_of
+from fp8_ds.nn.fused.search import find_swiglu
 from fp8_ds.testing import assert_bitwise
 from fp8_ds.tp import LLAMA, TensorParallel, configure, parallelize
 
@@ -45,8 +45,8 @@ def cut_model(
         base.to_fp8(model, recipe)
     if nonlinear is not None:  # not the norms, which run stock code in a graph
         for layer in model.model.model.layers:
-            parts = parts_of(layer.mlp)
-            assert isinstance(parts, SwigluParts)
+            parts = find_swiglu(layer.mlp)
+            assert isinstance(parts, SwigluNames)
             FusedSwiglu.from_mlp(layer.mlp, parts, Producer((layer.mlp.down_proj,), nonlinear))
     return model, tp
 

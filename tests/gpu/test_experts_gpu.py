@@ -38,7 +38,7 @@ mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
 def run(x: Tensor, weight: Tensor, groups: Groups, backend: Any, grad: Tensor) -> list[Tensor]:
     given, p = x.clone().requires_grad_(), nn.Parameter(weight.clone())
     recipe = TensorwiseRecipe(LinearConfig(backend=backend))
-    output = grouped_linear(given, p, groups, recipe, is_spread=False)
+    output = grouped_linear(given, p, groups, recipe, is_dispatched=False)
     output.backward(grad)
     assert given.grad is not None and p.grad is not None
     return [output.detach(), given.grad, p.grad]
@@ -56,7 +56,7 @@ def test_products_are_those_of_each_expert(num_tokens: int, num_experts: int, nu
     groups = Groups.of(index, num_experts)
     x = torch.randn(num_tokens, num_in, device="cuda", generator=generator).bfloat16()
     weight = torch.randn(num_experts, num_out, num_in, device="cuda", generator=generator).bfloat16()
-    grad = groups.spread(torch.randn(num_tokens, num_out, device="cuda", generator=generator).bfloat16())
+    grad = groups.dispatch(torch.randn(num_tokens, num_out, device="cuda", generator=generator).bfloat16())
     found = run(x, weight, groups, "torch", grad)
     reference = run(x, weight, groups, "reference", grad)
     assert not found[2][1].any()
@@ -69,7 +69,7 @@ def test_products_are_those_of_each_expert(num_tokens: int, num_experts: int, nu
     x_fp8, x_inv = quantize_tensorwise(x, E4M3)
     w_fp8, w_inv = quantize_tensorwise(weight, E4M3)
     g_fp8, g_inv = quantize_tensorwise(grad, E5M2)
-    rows_x = groups.spread(x_fp8)
+    rows_x = groups.dispatch(x_fp8)
     for expert, rows in groups.occupied():
         product = scaled_mm(rows_x[rows], w_fp8[expert], x_inv, w_inv, torch.bfloat16, use_fast_accum=True)
         assert_bitwise(found[0][rows], product)

@@ -22,7 +22,7 @@ from fp8_ds.nn.fused.module import (
     keep,
     recover,
 )
-from fp8_ds.nn.fused.swiglu import calls_more, function_of_cut, is_one_function, swiglu_mlp
+from fp8_ds.nn.fused.swiglu import calls_more, function_of_sharded, is_one_function, swiglu_mlp
 from fp8_ds.nn.linear.recipe import Recipe
 from fp8_ds.ops._register import once_differentiable
 from fp8_ds.ops.swiglu import swiglu, swiglu_backward
@@ -32,7 +32,7 @@ _TRANSFORMERS_SILU = ("transformers.activations", "SiLUActivation")
 
 
 @dataclass(frozen=True)
-class SwigluParts:
+class SwigluNames:
     """Names of an MLP's linears, and the attribute path of its activation; empty if the source names a global."""
 
     gate: str
@@ -72,14 +72,14 @@ class FusedSwiglu(FusedModule):
     more, if all modules have a hook, and with anything but one bf16 tensor.
     """
 
-    fp8_parts: SwigluParts
+    fp8_names: SwigluNames
 
     @classmethod
-    def from_mlp(cls, module: nn.Module, parts: SwigluParts, producer: Producer) -> None:
-        """Fuse `module` in place: same object, Parameters, hooks and state dict. See `parts_of`."""
+    def from_mlp(cls, module: nn.Module, parts: SwigluNames, producer: Producer) -> None:
+        """Fuse `module` in place: same object, Parameters, hooks and state dict. See `find_swiglu`."""
         module.__class__ = fused_class(cls, type(module))
         assert isinstance(module, FusedSwiglu)
-        module.fp8_parts, module.fp8_producer = parts, producer
+        module.fp8_names, module.fp8_producer = parts, producer
 
     def fp8_function(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Tensor] | None:
         """Return the function that computes all of it at once for these arguments; None: its linears are called."""
@@ -87,13 +87,13 @@ class FusedSwiglu(FusedModule):
 
     def _argument(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         x = bf16_argument(args, kwargs)
-        path = self.fp8_parts.activation
+        path = self.fp8_names.activation
         if x is None or torch.is_autocast_enabled(x.device.type) or (path and not is_silu(attribute_at(self, path))):
             return None
         return x
 
     def _linears(self) -> list[Any]:
-        parts = self.fp8_parts
+        parts = self.fp8_names
         return [getattr(self, name) for name in (parts.gate, parts.up, parts.down)]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +114,7 @@ class FusedSwiglu(FusedModule):
 
 
 def _function_of(linears: Sequence[Any]) -> Callable[..., Tensor] | None:
-    return swiglu_mlp if is_one_function(linears) else function_of_cut(linears)
+    return swiglu_mlp if is_one_function(linears) else function_of_sharded(linears)
 
 
 def attribute_at(owner: Any, path: Sequence[str]) -> Any:

@@ -91,15 +91,15 @@ class FusedModule(nn.Module):
 
 
 fused_class: Callable[[Any, Any], Any] = functools.cache(
-    lambda mixin, stock: type(f"Fp8{stock.__name__}", (mixin, stock), {"__module__": mixin.__module__})
+    lambda mixin, cls: type(f"Fp8{cls.__name__}", (mixin, cls), {"__module__": mixin.__module__})
 )
 """The subclass of a FusedModule and the class of a module, the same one each time."""
 
 
-def _new(mixin: type[FusedModule], stock: type[nn.Module]) -> FusedModule:
+def _new(mixin: type[FusedModule], cls: type[nn.Module]) -> FusedModule:
     """Return an empty instance, for copies and pickles."""
-    cls: type[FusedModule] = fused_class(mixin, stock)
-    return cls.__new__(cls)
+    fused: type[FusedModule] = fused_class(mixin, cls)
+    return fused.__new__(fused)
 
 
 def bf16_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

@@ -23,20 +23,13 @@ from torch import nn
 
 from fp8_ds.config import ActivationsConfig
 from fp8_ds.errors import ConfigError
-from fp8_ds.nn.fused.mlp import FusedSwiglu, SwigluParts, attribute_at, has_hooks, is_silu
-from fp8_ds.nn.fused.module import (
-    FusedModule,
-    Producer,
-)
+from fp8_ds.nn.fused.mlp import FusedSwiglu, SwigluNames, attribute_at, has_hooks, is_silu
+from fp8_ds.nn.fused.module import FusedModule, Producer
 from fp8_ds.nn.fused.norm import FusedRMSNorm, arithmetic_of, is_candidate
 from fp8_ds.nn.linear.fp8_linear import Fp8Linear
 
 _MAX_NODES = 200  # of an expression: a SwiGLU has some 30
-
-
 _OTHER_FORM = "its forward is not seen to be down(silu(gate(x)) * up(x))"
-
-
 _NORM, _SWIGLU = "norm", "SwiGLU"
 _MLP_NAMES = {"gate_proj", "up_proj", "down_proj"}
 _NUM_REASONS_SHOWN = 4
@@ -146,7 +139,7 @@ def _readers(module: nn.Module, flow: Flow | None, value: ast.AST | None) -> Ite
                 yield from _readers(child, inner, inner.parameters.get(place))
 
 
-def parts_of(module: nn.Module) -> SwigluParts | str:
+def find_swiglu(module: nn.Module) -> SwigluNames | str:
     """Return its linears if the source of its forward is `down(silu(gate(x)) * up(x))`; else why that is not seen."""
     function: Any = type(module).forward
     if "forward" in vars(module):
@@ -165,7 +158,7 @@ def parts_of(module: nn.Module) -> SwigluParts | str:
     activation = attribute_at(module if is_own else function.__globals__.get(owner), path)
     if not is_silu(activation) or has_hooks(activation):
         return "its activation is not known to be SiLU"
-    return SwigluParts(gate, up, down, tuple(path) if is_own else ())
+    return SwigluNames(gate, up, down, tuple(path) if is_own else ())
 
 
 def _swiglu(text: str, me: str, x: str) -> re.Match[str] | None:
@@ -218,7 +211,7 @@ def fuse_producers(model: nn.Module, activations: ActivationsConfig) -> Fusion:
             kind, fuse, readers = _NORM, FusedRMSNorm.from_norm, linears_that_read(*places[module][0])
             found = arithmetic_of(module) if len(places[module]) == 1 else "used in several places"
         else:
-            kind, fuse, found = _SWIGLU, FusedSwiglu.from_mlp, parts_of(module)
+            kind, fuse, found = _SWIGLU, FusedSwiglu.from_mlp, find_swiglu(module)
             if isinstance(found, str) and not module._modules.keys() >= _MLP_NAMES:
                 continue
             readers = [] if isinstance(found, str) else [getattr(module, found.down)]

@@ -48,7 +48,7 @@ class Recipes(NamedTuple):
     down: Recipe
 
 
-class Wanted(NamedTuple):
+class NeedsGrad(NamedTuple):
     """Gradients that autograd asks for, as flags in the order of the function's first inputs."""
 
     x: bool
@@ -70,7 +70,7 @@ class Wanted(NamedTuple):
 
 
 class _MlpFunction(torch.autograd.Function):
-    """The function of the module's docstring. Its inputs are those of `Wanted`, and three that have no gradient."""
+    """The function of the module's docstring. Its inputs are those of `NeedsGrad`, and three that have no gradient."""
 
     @staticmethod
     def forward(
@@ -100,7 +100,7 @@ class _MlpFunction(torch.autograd.Function):
         kept_x = recipes.gate.kept(x, x_fp8) if keeps_x else ()
         ctx.num_kept_x = len(kept_x)
         if record and any(ctx.needs_input_grad):
-            wanted = Wanted(*ctx.needs_input_grad[:7])
+            wanted = NeedsGrad(*ctx.needs_input_grad[:7])
             pairs = (gate_weight, wanted.x), (up_weight, wanted.x), (down_weight, wanted.product)
             checked = checked_weights(*pairs)
             ctx.num_checked = len(checked)
@@ -111,9 +111,9 @@ class _MlpFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        wanted = Wanted(*ctx.needs_input_grad[:7])
+        wanted = NeedsGrad(*ctx.needs_input_grad[:7])
         recipes: Recipes = ctx.recipes
-        kept_x, gate, up, amax = parts_of_kept(ctx.saved_tensors[ctx.num_checked :], ctx.num_kept_x)
+        kept_x, gate, up, amax = split_kept(ctx.saved_tensors[ctx.num_checked :], ctx.num_kept_x)
         grad_TI = as_matrix(grad_output)
         down_bias = bias_grad(grad_TI, ctx.bias_dtypes[2]) if wanted.down_bias else None
         down_weight, dtype = ctx.weights[2], grad_output.dtype
@@ -161,7 +161,7 @@ def product(
 
 
 def kept_product(gate: Tensor, up: Tensor, recipe: Recipe, amax: Tensor | None) -> Kept:
-    """Make again what `recipe.kept` would give for the product; `amax` as `parts_of_kept` gives it."""
+    """Make again what `recipe.kept` would give for the product; `amax` as `split_kept` gives it."""
     takes_fp8 = recipe.needs_grad_columns
     scaling = recipe.scaling_without_hp()
     if takes_fp8 and scaling is not None and scaling != "rowwise":
@@ -177,7 +177,7 @@ def keep_factors(gate: Tensor, up: Tensor, nonlinear: Nonlinear, amax: Tensor | 
     return *keep(gate, nonlinear), *keep(up, nonlinear), *known
 
 
-def parts_of_kept(saved: Kept, num_x: int) -> tuple[Kept, Kept, Kept, Tensor | None]:
+def split_kept(saved: Kept, num_x: int) -> tuple[Kept, Kept, Kept, Tensor | None]:
     """Return (x as `Recipe.kept` gave it, gate and up as `keep` did, the amax of their product if it is known)."""
     factors = saved[num_x:]
     amax = factors[-1] if len(factors) % 2 else None
@@ -190,7 +190,7 @@ _Grad = Tensor | Quantized
 _Scalings = tuple[AmaxSlot | Literal["tensorwise"], Scaling, Scaling]
 
 
-def scalings_of_one_op(recipes: Recipes, wanted: Wanted) -> _Scalings | None:
+def scalings_of_one_op(recipes: Recipes, wanted: NeedsGrad) -> _Scalings | None:
     """Return scalings of product, gate's and up's gradients if all are wanted with one scale (see `_FromKept`)."""
     if not (wanted.down and wanted.both_factors) or wanted.gate_bias or wanted.up_bias:
         return None
@@ -227,7 +227,7 @@ class _FromKept:
 
 
 def swiglu_grads(
-    grad: Tensor, gate: Tensor, up: Tensor, recipes: Recipes, wanted: Wanted
+    grad: Tensor, gate: Tensor, up: Tensor, recipes: Recipes, wanted: NeedsGrad
 ) -> tuple[tuple[_Grad, _Grad], tuple[Tensor | None, Tensor | None]]:
     """Return gradients of gate and of up: (as their linears take them, in bf16 where a bias or a recipe needs it).
 
@@ -244,7 +244,7 @@ def swiglu_grads(
 
 
 def _linear_grads(
-    grads: tuple[_Grad, _Grad], kept_x: Kept, ctx: Any, wanted: Wanted, dtype: torch.dtype
+    grads: tuple[_Grad, _Grad], kept_x: Kept, ctx: Any, wanted: NeedsGrad, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Compute the gradients of x, in its shape, and of the weights of gate and up."""
     from_gate, gate_grad = linear_grads(
@@ -257,7 +257,7 @@ def _linear_grads(
     return grad_x, gate_grad, up_grad
 
 
-def bias_grads(hps: tuple[Tensor | None, Tensor | None], dtypes: Any, wanted: Wanted) -> list[Tensor | None]:
+def bias_grads(hps: tuple[Tensor | None, Tensor | None], dtypes: Any, wanted: NeedsGrad) -> list[Tensor | None]:
     """Compute the gradients of gate's and up's biases."""
     wants = wanted.gate_bias, wanted.up_bias
     return [
@@ -283,7 +283,7 @@ def is_one_function(linears: Sequence[Any]) -> bool:
     return len(kinds) == 1
 
 
-def function_of_cut(linears: Sequence[Any]) -> Callable[..., Tensor] | None:
+def function_of_sharded(linears: Sequence[Any]) -> Callable[..., Tensor] | None:
     """Return the function that computes TP-sharded linears at once; None if modules do more, see `is_one_function`."""
     find = getattr(type(linears[0]), "mlp_function", None)
     return None if find is None or not _are_plain(linears) else find(linears)

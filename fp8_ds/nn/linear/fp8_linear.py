@@ -44,7 +44,7 @@ def read_weight(weight: Tensor | KeptWeight, recipe: Recipe) -> Fp8Weight:
     if isinstance(weight, KeptWeight):
         return weight.as_read
     weight_fp8 = recipe.read_weight(weight)
-    return weight_fp8._replace(data=weight_fp8.data.t()) if recipe.is_turned else weight_fp8
+    return weight_fp8._replace(data=weight_fp8.data.t()) if recipe.weight_is_transposed else weight_fp8
 
 
 def linear_output(x_fp8: Quantized, weight: Tensor, bias: Tensor | None, recipe: Recipe, dtype: torch.dtype) -> Tensor:
@@ -355,9 +355,9 @@ class Fp8Conv1D(Fp8Linear):
         weight: Any = module.weight
         convert_in_place(module, cls)
         assert isinstance(module, Fp8Conv1D)
-        module.in_features, module.out_features = getattr(weight, "ds_shape", weight.shape)
+        module.in_features, module.out_features = full_shape(weight)
         module.fp8_recipe = recipe
-        recipe.is_turned = True
+        recipe.weight_is_transposed = True
         return module
 
     def product(self, input: Tensor, bias: Tensor | None) -> Tensor:

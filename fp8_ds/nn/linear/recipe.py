@@ -142,14 +142,14 @@ class Recipe(ABC):
             itself.
         needs_grad_columns: whether `grad_weight` multiplies the quantised grad_output.
         is_fp8: whether its GEMMs run in FP8.
-        is_turned: whether the layer's weight is stored [I, O], and its gradient, too (`Fp8Conv1D`).
+        weight_is_transposed: whether the layer's weight is stored [I, O], and its gradient, too (`Fp8Conv1D`).
         copied: scales that quantise the weight in a layer of a copied model (`copied_scales`); else None.
     """
 
     name: str
     needs_grad_columns = True
     is_fp8 = True
-    is_turned = False
+    weight_is_transposed = False
     copied: CopiedScales | None = None
 
     def __init__(self, linear_config: LinearConfig, input_cache: InputCache | None = None) -> None:
@@ -267,15 +267,15 @@ class Recipe(ABC):
         """Compute grad_input, [T, I]."""
 
     @property
-    def parts(self) -> Recipe:
-        """Recipe for products of parts, of experts, that are counted as a whole: a monitor sees none of them."""
+    def unobserved(self) -> Recipe:
+        """Recipe for products of single experts, whose operands a monitor has counted by `observe_operands`."""
         return self
 
     def move(self, device: torch.device) -> None:  # noqa: B027  # most have nothing to move
         """Follow the layer's weight to `device`, with what a copy has beside it."""
 
-    def count_whole(self, x_fp8: Quantized, weight: Fp8Weight) -> None:  # noqa: B027  # most have nothing to do
-        """Let a monitor count the codes of an input and a weight of which `parts.output` multiplies parts."""
+    def observe_operands(self, x_fp8: Quantized, weight: Fp8Weight) -> None:  # noqa: B027  # most have nothing to do
+        """Let a monitor count the codes of all experts' input and weight, which `unobserved.output` multiplies."""
 
     def grad_rows(self, grad_fp8: Quantized) -> Tensor:
         """Return codes [T, O] of grad_output for a `grad_input` that is not the recipe's own; the monitor sees them."""

@@ -80,7 +80,7 @@ class TensorwiseRecipe(Recipe):
     def grad_weight(self, grad_fp8: Quantized, grad_TO: Tensor | None, kept: Kept, dtype: torch.dtype) -> Tensor:
         assert grad_fp8.columns is not None
         x_fp8_IT, x_scale_inv = kept
-        if self.is_turned:
+        if self.weight_is_transposed:
             return self.product("grad_weight", x_fp8_IT, grad_fp8.columns, x_scale_inv, grad_fp8.scale_inv, dtype)
         return self.product("grad_weight", grad_fp8.columns, x_fp8_IT, grad_fp8.scale_inv, x_scale_inv, dtype)
 
@@ -327,7 +327,7 @@ class Bf16Recipe(Recipe):
         self.fp8 = fp8
         self.grad_format = fp8.grad_format
         self.backend = fp8.backend
-        self.is_turned = fp8.is_turned
+        self.weight_is_transposed = fp8.weight_is_transposed
         self.input_cache = None
 
     def describe(self) -> str:
@@ -383,7 +383,7 @@ class Bf16Recipe(Recipe):
     def grad_weight(self, grad_fp8: Quantized, grad_TO: Tensor | None, kept: Kept, dtype: torch.dtype) -> Tensor:
         assert grad_TO is not None
         x_TI = kept[0].to(grad_TO.dtype)
-        return (x_TI.t() @ grad_TO if self.is_turned else grad_TO.t() @ x_TI).to(dtype)
+        return (x_TI.t() @ grad_TO if self.weight_is_transposed else grad_TO.t() @ x_TI).to(dtype)
 
 
 def _as_it_is(x: Tensor) -> Quantized:

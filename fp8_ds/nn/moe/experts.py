@@ -20,7 +20,7 @@ from torch._compile import _disable_dynamo
 from fp8_ds.nn.fused.mlp import computes_silu
 from fp8_ds.nn.fused.module import FORMAT, as_rows, deliver
 from fp8_ds.nn.fused.search import parse
-from fp8_ds.nn.linear.fp8_linear import Fp8Linear
+from fp8_ds.nn.linear.fp8_linear import Fp8Linear, full_shape
 from fp8_ds.nn.linear.recipe import Recipe, copied_scales
 from fp8_ds.nn.linear.recipes import Bf16Recipe, TensorwiseRecipe
 from fp8_ds.nn.moe.products import Groups, grouped_linear, has_one_launch
@@ -131,7 +131,7 @@ def _has_shapes(module: Any) -> bool:
     parameters = [module._parameters[name] for name in WEIGHTS]
     if None in parameters:
         return False
-    gate_up, down = (tuple(getattr(p, "ds_shape", p.shape)) for p in parameters)
+    gate_up, down = map(full_shape, parameters)
     if len(gate_up) != 3 or len(down) != 3:
         return False
     num_experts, two_i, hidden = gate_up
@@ -160,7 +160,7 @@ class _PackedSwiglu(torch.autograd.Function):
 
 
 class Fp8Experts(nn.Module):
-    """Experts computed in FP8, on tokens sorted by expert; `take` makes them of an existing module.
+    """Experts computed in FP8, on tokens sorted by expert; `convert_weight` makes them of an existing module.
 
     The input is bf16, fp16 or fp32; the output has its dtype. The outputs of a token's experts are added up in the
     dtype of their product with its weights, or in float32 if all experts are computed at once, and rounded once.
@@ -176,7 +176,7 @@ class Fp8Experts(nn.Module):
     act_fn: nn.Module
 
     @classmethod
-    def take(cls, module: nn.Module, name: str, recipe: Recipe) -> None:
+    def convert_weight(cls, module: nn.Module, name: str, recipe: Recipe) -> None:
         """Put the weight `name` of `module` into FP8, in place: same object, same Parameters, hooks and state dict.
 
         `is_experts` is true of the module, also for the second of its `WEIGHTS`; the recipe has one scale for a weight.
@@ -201,9 +201,9 @@ class Fp8Experts(nn.Module):
         features = [size for one in weights for size in one.shape[1:]]
         is_packed = has_one_launch(top_k_index, features, self.fp8_recipes.values())
         groups = Groups.of(top_k_index, weight.shape[0], is_packed=is_packed)
-        gate_up = self._product(x, "gate_up_proj", groups, is_spread=False)
-        down_PH = self._product(self._hidden(gate_up, groups), "down_proj", groups, is_spread=True)
-        return groups.add_up_weighted(down_PH, top_k_weights, hidden_states.dtype)
+        gate_up = self._product(x, "gate_up_proj", groups, is_dispatched=False)
+        down_PH = self._product(self._hidden(gate_up, groups), "down_proj", groups, is_dispatched=True)
+        return groups.combine_weighted(down_PH, top_k_weights, hidden_states.dtype)
 
     def _hidden(self, gate_up: Tensor, groups: Groups) -> Tensor:
         """Compute `act(gate) * up`, [P, I], also in FP8 if all experts are computed at once and an op does so."""
@@ -218,9 +218,9 @@ class Fp8Experts(nn.Module):
             hidden_PI = self.act_fn(gate_PI) * up_PI
         return hidden_PI
 
-    def _product(self, x: Tensor, name: str, groups: Groups, *, is_spread: bool) -> Tensor:
+    def _product(self, x: Tensor, name: str, groups: Groups, *, is_dispatched: bool) -> Tensor:
         recipe = self.fp8_recipes.get(name, self.bf16_recipe)
-        return grouped_linear(x, getattr(self, name), groups, recipe, is_spread=is_spread)
+        return grouped_linear(x, getattr(self, name), groups, recipe, is_dispatched=is_dispatched)
 
     def revert(self, name: str) -> None:
         """Put the weight `name` back into bf16; when no weight is left in FP8, the module has its own class again."""

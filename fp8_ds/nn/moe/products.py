@@ -8,7 +8,7 @@ outputs and gradients are 0.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,15 +89,10 @@ class Groups:
         """Return the experts that have tokens, each with its rows."""
         return ((expert, slice(*bounds)) for expert, bounds in enumerate(self.bounds[:-1]) if bounds[0] < bounds[1])
 
-    def joined(self, parts: list[Tensor], like: Tensor, num_features: int) -> Tensor:
-        """Join the parts [p, C] of the `occupied` experts to [P, C], with zeros in the rows of no expert."""
-        start, end = self.bounds[-1]
-        return torch.cat([*parts, like.new_zeros(end - start, num_features)])
-
-    def spread(self, x_TC: Tensor) -> Tensor:
+    def dispatch(self, x_TC: Tensor) -> Tensor:
         """Copy each token to its experts' rows, [P, C], others zero; without autograd. FP8 is moved as bytes."""
         if self.order is not None:
-            return _as_words(x_TC).index_select(0, self.order // self.num_choices).view(x_TC.dtype)
+            return _as_int64(x_TC).index_select(0, self.order // self.num_choices).view(x_TC.dtype)
         bits = x_TC.view(torch.uint8) if x_TC.element_size() == 1 else x_TC
         rows = bits.new_zeros(self.num_rows, bits.shape[1])
         rows[self.place] = bits.repeat_interleave(self.num_choices, 0)
@@ -107,14 +102,14 @@ class Groups:
         """Return each token's own rows, [T, k, C]."""
         return y_PC.index_select(0, self.place).view(self.num_tokens, self.num_choices, y_PC.shape[1])
 
-    def add_up(self, y_PC: Tensor) -> Tensor:
+    def combine(self, y_PC: Tensor) -> Tensor:
         """Add up each token's own rows, [T, C]; without autograd."""
         if self.order is None:
             return self.collect(y_PC).sum(1)
         ones = torch.ones(self.num_tokens, self.num_choices, dtype=torch.float32, device=y_PC.device)
         return weighted_sum(y_PC, self.place, ones, y_PC.dtype)
 
-    def add_up_weighted(self, y_PC: Tensor, weights_Tk: Tensor, dtype: torch.dtype) -> Tensor:
+    def combine_weighted(self, y_PC: Tensor, weights_Tk: Tensor, dtype: torch.dtype) -> Tensor:
         """Add up each token's rows times their weights, [T, C] of `dtype`; rows not packed have rounded products."""
         if self.order is None:
             return (self.collect(y_PC) * weights_Tk.unsqueeze(-1)).sum(1).to(dtype)
@@ -136,8 +131,8 @@ class _WeightedSum(torch.autograd.Function):
         return grad_PC, None, grad_Tk, None
 
 
-def _as_words(x: Tensor) -> Tensor:
-    """View bytes as the longest words that fit: indexing moves one at a time."""
+def _as_int64(x: Tensor) -> Tensor:
+    """View bytes as int64 where these fit: indexing moves one element at a time."""
     if x.element_size() > 1:
         return x
     is_even = x.shape[1] % 8 == 0 and x.storage_offset() % 8 == 0
@@ -181,17 +176,15 @@ def has_one_launch(like: Tensor, features: Iterable[int], recipes: Iterable[Reci
     `like`: a tensor on the layer's device, or a fake one (fp8_ds.tools.estimate.activations) for one on a GPU.
     """
     device = None if isinstance(like, FakeTensor) else like.device
-    return any(map(_has_kernel, recipes)) and can_be_one_launch(features, device)
-
-
-def _has_kernel(recipe: Recipe) -> bool:
-    return recipe.is_fp8 and recipe.backend == "torch"
+    return any(recipe.is_fp8 and recipe.backend == "torch" for recipe in recipes) and can_be_one_launch(
+        features, device
+    )
 
 
 def expert_products(groups: Groups, recipe: Recipe) -> Loop:
     """Return the products for rows of `groups`: in one launch if they are packed and the recipe is in FP8."""
-    kind = OneLaunch if groups.order is not None and _has_kernel(recipe) else Loop
-    return kind(groups, recipe)
+    is_one_launch = groups.order is not None and recipe.is_fp8 and recipe.backend == "torch"
+    return (OneLaunch if is_one_launch else Loop)(groups, recipe)
 
 
 class Loop:
@@ -209,21 +202,28 @@ class Loop:
 
     def output(self, x_PK: Tensor, x_scale_inv: Tensor, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
         """Compute the output, [P, N]."""
-        parts = self.recipe.parts
-        outputs = [
-            parts.output(Quantized(x_PK[rows], None, x_scale_inv), _expert(weight, e), dtype)
-            for e, rows in self.groups.occupied()
-        ]
-        return self.groups.joined(outputs, x_PK.new_empty(0, dtype=dtype), weight.data.shape[1])
+        return self._one_by_one(self.recipe.unobserved.output, x_PK, x_scale_inv, weight, weight.data.shape[1], dtype)
 
     def grad_input(self, rows_PN: Tensor, grad_scale_inv: Tensor, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
         """Compute grad_input, [P, K]."""
-        parts = self.recipe.parts
-        grads = [
-            parts.grad_input(Quantized(rows_PN[rows], None, grad_scale_inv), _expert(weight, e), dtype)
+        product = self.recipe.unobserved.grad_input
+        return self._one_by_one(product, rows_PN, grad_scale_inv, weight, weight.data.shape[2], dtype)
+
+    def _one_by_one(
+        self,
+        product: Callable[[Quantized, Fp8Weight, torch.dtype], Tensor],
+        rows_PC: Tensor,
+        scale_inv: Tensor,
+        weight: Fp8Weight,
+        num_features: int,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        found = [
+            product(Quantized(rows_PC[rows], None, scale_inv), Fp8Weight(weight.data[e], weight.scale_inv), dtype)
             for e, rows in self.groups.occupied()
         ]
-        return self.groups.joined(grads, rows_PN.new_empty(0, dtype=dtype), weight.data.shape[2])
+        start, end = self.groups.bounds[-1]
+        return torch.cat([*found, rows_PC.new_zeros(end - start, num_features, dtype=dtype)])
 
     def grad_weight(
         self, grad_fp8: Quantized, grad_PN: Tensor, x_PK: Tensor, x_scale_inv: Tensor, dtype: torch.dtype
@@ -237,7 +237,7 @@ class Loop:
             grad_e, kept = Quantized(rows_PN[rows], None, grad_fp8.scale_inv), (x_PK[rows], x_scale_inv)
             if recipe.is_fp8:
                 grad_e, kept = grad_e.with_columns(), (transpose(x_PK[rows]), x_scale_inv)
-            grad_weight[expert] = recipe.parts.grad_weight(grad_e, grad_PN[rows], kept, dtype)
+            grad_weight[expert] = recipe.unobserved.grad_weight(grad_e, grad_PN[rows], kept, dtype)
         return grad_weight
 
     def kept_groups(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -278,28 +278,24 @@ class OneLaunch(Loop):
         return self.groups.ends[:-1]
 
 
-def _expert(weight: Fp8Weight, expert: int) -> Fp8Weight:
-    return Fp8Weight(weight.data[expert], weight.scale_inv)
-
-
 class _GroupedFunction(torch.autograd.Function):
     """y = x W^T of each expert; the backward keeps x in FP8, each token once, and its scale_inv."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, groups: Groups, recipe: Recipe, is_spread: bool, record: bool
+        ctx: Any, x: Tensor, weight: Tensor, groups: Groups, recipe: Recipe, is_dispatched: bool, record: bool
     ) -> Tensor:
         x_fp8 = recipe.quantize_input(x, needs_columns=False, record=record)
         assert x_fp8.rows is not None
         # On ctx, as nn/linear/fp8_linear.py has it.
-        ctx.recipe, ctx.is_spread = recipe, is_spread
+        ctx.recipe, ctx.is_dispatched = recipe, is_dispatched
         ctx.weight_dtype = weight.dtype
         weight_fp8 = recipe.read_weight(weight)
         # A sum with an adapter is no Parameter, which outlives the graph: on ctx it would be kept past a checkpoint.
         ctx.weight = weight if isinstance(weight, nn.Parameter) else None
         kept = (x_fp8.rows, x_fp8.scale_inv) if record and weight.requires_grad else (None, None)
-        recipe.count_whole(x_fp8, weight_fp8)
-        rows_PK = x_fp8.rows if is_spread else groups.spread(x_fp8.rows)
+        recipe.observe_operands(x_fp8, weight_fp8)
+        rows_PK = x_fp8.rows if is_dispatched else groups.dispatch(x_fp8.rows)
         products = expert_products(groups, recipe)
         output = products.output(rows_PK, x_fp8.scale_inv, weight_fp8, x.dtype)
         ctx.num_choices = groups.num_choices
@@ -326,27 +322,27 @@ class _GroupedFunction(torch.autograd.Function):
         products, grad_x, grad_weight = expert_products(groups, recipe), None, None
         if needs_input:
             grad_x = products.grad_input(rows_PN, grad_fp8.scale_inv, weight_fp8, grad_PN.dtype)
-            if not ctx.is_spread:
-                grad_x = groups.add_up(grad_x)
+            if not ctx.is_dispatched:
+                grad_x = groups.combine(grad_x)
         if needs_weight:
             x, x_scale_inv = kept
-            rows_PK = x if ctx.is_spread else groups.spread(x)
+            rows_PK = x if ctx.is_dispatched else groups.dispatch(x)
             whole = Quantized(rows_PN, None, grad_fp8.scale_inv)
             grad_weight = products.grad_weight(whole, grad_PN, rows_PK, x_scale_inv, ctx.weight_dtype)
         return grad_x, grad_weight, None, None, None, None
 
 
-def grouped_linear(x: Tensor, weight: Tensor, groups: Groups, recipe: Recipe, *, is_spread: bool) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, groups: Groups, recipe: Recipe, *, is_dispatched: bool) -> Tensor:
     """Compute `x W^T` of each expert, [P, N]; rows of no expert are zeros.
 
     The experts' weights have one scale, and `x` and its gradient one amax and one cast each, for all experts.
 
     Args:
-        x: bf16, fp16 or fp32: [T, K], each token once, or [P, K], spread (`is_spread`).
+        x: bf16, fp16 or fp32: [T, K], each token once, or [P, K], spread (`is_dispatched`).
         weight: [E, N, K], see `nn.linear.fp8_linear.read_weight`. Its gradient is 0 for experts without tokens.
         groups: the rows of the T tokens.
         recipe: the weight's, with one scale a tensor.
     """
     apply: Any = _GroupedFunction.apply  # untyped in torch
-    output: Tensor = apply(x, weight, groups, recipe, is_spread, torch.is_grad_enabled())
+    output: Tensor = apply(x, weight, groups, recipe, is_dispatched, torch.is_grad_enabled())
     return output

@@ -89,7 +89,7 @@ def apply_plan(
     history = AmaxHistory(len(fp8_max), fp8_max, device=device, names=names)
     for i, convert in enumerate(converters):
         convert(DelayedRecipe(linear_config, history, 2 * i, 2 * i + 1, input_cache))
-    _name_leaders(model)
+    _set_leaders(model)
     return history
 
 
@@ -99,7 +99,7 @@ def _converter(modules: Mapping[str, Any], layer: LayerPlan, foreign: ForeignLin
     module = modules.get(owner)
     convert: Callable[[Recipe], object] | None = None
     if module is not None and layer.num_experts and experts.is_stock_experts(module):
-        convert = partial(experts.Fp8Experts.take, module, name)
+        convert = partial(experts.Fp8Experts.convert_weight, module, name)
     elif module is not None and not layer.num_experts and (fp8_class := fp8_class_of(module, foreign)) is not None:
         convert = partial(fp8_class.from_linear, module)
     if convert is None:
@@ -122,7 +122,7 @@ def _converter(modules: Mapping[str, Any], layer: LayerPlan, foreign: ForeignLin
     return convert
 
 
-def _name_leaders(model: nn.Module) -> None:
+def _set_leaders(model: nn.Module) -> None:
     """Give layers with delayed scales that read one module's output the first of them as `leader`, others none."""
     recipes = [layer.fp8_recipe for layer in fp8_layers(model).values()]
     all_delayed = [recipe for recipe in recipes if isinstance(recipe, DelayedRecipe)]
@@ -149,6 +149,6 @@ def revert(model: nn.Module, plan: Plan, fqns: Collection[str], reason: str) -> 
     layers = fp8_layers(model)
     for fqn in fqns:
         layers[fqn].revert()
-    _name_leaders(model)  # none whose amax nobody records any more
+    _set_leaders(model)  # none whose amax nobody records any more
     rows = (replace(row, converted=False, reason=reason) if row.fqn in fqns else row for row in plan.layers)
     return replace(plan, layers=tuple(rows))

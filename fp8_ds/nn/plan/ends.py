@@ -1,4 +1,4 @@
-"""Layers counted from the ends of a model's stacks: `linear.num_layers_at_start_in_bf16`, and `layers.-1.` in names."""
+"""Layers counted from the ends of a model: `linear.num_layers_at_start_in_bf16`, and `layers.-1.` in names."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _NUMBER_LAST = re.compile(r"(^|\.)-\d+$")
 IsLinear = Callable[[nn.Module], bool]
 
 
-def stacks(model: nn.Module, is_linear: IsLinear, prefix: str = "") -> dict[str, list[nn.Module]]:
+def layer_lists(model: nn.Module, is_linear: IsLinear, prefix: str = "") -> dict[str, list[nn.Module]]:
     """Return the layers of each of the outermost lists of modules, by name: entries with linears in them.
 
-    An encoder and a decoder are a stack each; a layer's list of experts is inside of one. A list of linears is none.
+    An encoder and a decoder have one each; a layer's list of experts is inside of one. A list of linears is none.
     """
     found: dict[str, list[nn.Module]] = {}
     for name, module in model.named_children():
@@ -31,7 +31,7 @@ def stacks(model: nn.Module, is_linear: IsLinear, prefix: str = "") -> dict[str,
         if layers:
             found[prefix + name] = layers
         else:
-            found |= stacks(module, is_linear, f"{prefix}{name}.")
+            found |= layer_lists(module, is_linear, f"{prefix}{name}.")
     return found
 
 
@@ -94,16 +94,16 @@ def _name_from_the_end(model: nn.Module, fqn: str) -> str:
     return fqn
 
 
-def at_ends(model: nn.Module, linear_config: LinearConfig, is_linear: IsLinear) -> dict[nn.Module, str]:
-    """Return linears of the stacks' first and last layers that the configuration leaves in bf16, with the key.
+def linears_at_ends(model: nn.Module, linear_config: LinearConfig, is_linear: IsLinear) -> dict[nn.Module, str]:
+    """Return linears of the lists' first and last layers that the configuration leaves in bf16, with the key.
 
     Raises:
-        ConfigError: the model has no stack, or one in each of its layers, or none that is longer.
+        ConfigError: the model has no list of layers, or one in each of its layers, or none that is longer.
     """
     num_first, num_last = linear_config.num_layers_at_start_in_bf16, linear_config.num_layers_at_end_in_bf16
     if not num_first and not num_last:
         return {}
-    found = stacks(model, is_linear)
+    found = layer_lists(model, is_linear)
     _check(found, type(model).__name__, num_first, num_last)
     ends: dict[nn.Module, str] = {}
     for layers in found.values():

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from fp8_ds.config import AttentionConfig, LinearConfig
-from fp8_ds.nn.plan.plan import Plan, kind_of, other_matrices
+from fp8_ds.nn.plan.plan import Plan, kind_of, other_weights
 
 MIN_NUMEL = 1 << 22
 """Elements of the smallest weight that gains.
@@ -55,7 +55,7 @@ def products(model: nn.Module, plan: Plan) -> list[Product]:
     """Return the products of all modules but embeddings, which look up rows, in module order, with their `plan`."""
     planned = {layer.fqn: layer for layer in plan.layers}
     others: dict[str, list[Product]] = {}
-    for fqn, module, name, p in other_matrices(model):
+    for fqn, module, name, p in other_weights(model):
         others.setdefault(fqn, []).append(_other(f"{fqn}.{name}", module, p))
     found: list[Product] = []
     for fqn, module in model.named_modules():

@@ -19,7 +19,7 @@ from fp8_ds.nn.linear.fp8_linear import Fp8Conv1D, Fp8Linear, conv1d_class, full
 from fp8_ds.nn.moe import experts
 from fp8_ds.nn.moe.experts import is_experts, why_not
 from fp8_ds.nn.moe.products import why_too_many
-from fp8_ds.nn.plan.ends import NameFilter, at_ends
+from fp8_ds.nn.plan.ends import NameFilter, linears_at_ends
 
 ForeignLinears = Mapping[type[nn.Module], type[Fp8Linear] | None]
 """Classes of linears that are no nn.Linear, each with its FP8 class; None: it stays in high precision."""
@@ -63,7 +63,7 @@ class Plan:
     """All linears of a model in module order; the same on every rank, and kept in the checkpoint."""
 
     layers: tuple[LayerPlan, ...]
-    others: OtherMatrices | None = field(default=None, compare=False)
+    others: OtherWeights | None = field(default=None, compare=False)
     """Matrices that are no linears, for the text alone; None in a plan from a checkpoint."""
 
     @property
@@ -170,7 +170,7 @@ def _replaced(module: nn.Module, foreign: ForeignLinears, linear: Callable[..., 
     return None if is_stock else f"{name} was replaced"
 
 
-def _verdict(
+def _decide(
     module: nn.Module, name: str, left: str | None, uses: Counter[int], config: LinearConfig, foreign: ForeignLinears
 ) -> tuple[bool, str]:
     """Return (converted, reason) for the weight `name` of `module`; `left` is the reason why it must stay in bf16."""
@@ -221,7 +221,7 @@ def make_plan(
         linear: the function that linears will call in training as torch.nn.functional.linear. None: the present one.
 
     Raises:
-        ConfigError: no linear is left to convert, or the model is converted already; or as in `at_ends`.
+        ConfigError: no linear is left to convert, or the model is converted already; or as in `linears_at_ends`.
     """
     names: dict[Any, list[str]] = {}
     for fqn, module in model.named_modules(remove_duplicate=False):
@@ -231,17 +231,17 @@ def make_plan(
             names.setdefault(module, []).append(fqn)
     name_filter = NameFilter(model, linear_config.filter_fqns)
     uses = Counter(id(p) for module in model.modules() for p in module._parameters.values())
-    ends = at_ends(model, linear_config, lambda module: is_layer(module, foreign))
+    ends = linears_at_ends(model, linear_config, lambda module: is_layer(module, foreign))
     layers: list[LayerPlan] = []
     for module, fqns in names.items():
         rows, replaced = [], _replaced(module, foreign, linear)
         for name, own_fqns, shape in weights_of(module, fqns):
             left = "filter_fqns" if name_filter.names(own_fqns) else ends.get(module, replaced)
-            converted, reason = _verdict(module, name, left, uses, linear_config, foreign)
+            converted, reason = _decide(module, name, left, uses, linear_config, foreign)
             rows.append(LayerPlan(own_fqns[0], shape[-2], shape[-1], converted, reason, *shape[:-2]))
         layers += _without_too_many(rows, linear_config, device)
     name_filter.check_found()
-    plan = Plan(tuple(layers), OtherMatrices.of(model, foreign))
+    plan = Plan(tuple(layers), OtherWeights.of(model, foreign))
     if plan.num_converted == 0 and not may_be_empty:
         raise _nothing_to_convert(plan)
     return plan
@@ -291,7 +291,7 @@ _NUM_KINDS_SHOWN = 4
 
 
 @dataclass(frozen=True)
-class OtherMatrices:
+class OtherWeights:
     """Matrices that a plan leaves in bf16 without a row: classes and numbers of the modules that hold them, those of
     most weights first; the number of elements in them, and in all parameters."""
 
@@ -300,12 +300,12 @@ class OtherMatrices:
     numel_model: int
 
     @classmethod
-    def of(cls, model: nn.Module, foreign: Collection[type[nn.Module]] = ()) -> OtherMatrices:
-        """Count what `other_matrices` yields for `model`."""
+    def of(cls, model: nn.Module, foreign: Collection[type[nn.Module]] = ()) -> OtherWeights:
+        """Count what `other_weights` yields for `model`."""
         modules: dict[str, set[int]] = {}
         numels: Counter[str] = Counter()
         seen: set[int] = set()
-        for _, module, _, p in other_matrices(model, foreign):
+        for _, module, _, p in other_weights(model, foreign):
             kind = kind_of(module)
             modules.setdefault(kind, set()).add(id(module))
             numels[kind] += 0 if id(p) in seen else full_shape(p).numel()
@@ -324,7 +324,7 @@ class OtherMatrices:
         return ", ".join(names)
 
 
-def other_matrices(
+def other_weights(
     model: nn.Module, foreign: Collection[type[nn.Module]] = ()
 ) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
     """Yield module name, module, parameter name and Parameter of each float matrix, or stack, of other classes.

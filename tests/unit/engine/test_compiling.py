@@ -44,7 +44,7 @@ OURS = "G['__import_fp8_ds_dot_nn_dot_recipe']"
         (f"{RECIPE}.leader", "DUPLICATE_INPUT", False),
         (RECIPE, "TYPE_MATCH", False),
         (f"{RECIPE}.backend", "EQUALS_MATCH", False),
-        (f"dict(type({RECIPE}).__mro__[2].__dict__)['is_turned']", "CONSTANT_MATCH", True),
+        (f"dict(type({RECIPE}).__mro__[2].__dict__)['weight_is_transposed']", "CONSTANT_MATCH", True),
         (f"type({RECIPE}).__mro__[2].quantize_input", "CLOSURE_MATCH", True),
         ("type(L['self'])", "ID_MATCH", False),
         ("L['x']", "TENSOR_MATCH", False),
@@ -58,7 +58,7 @@ class Recipe:
     """As one of ours."""
 
     __module__ = "fp8_ds.nn.linear.recipes"
-    is_turned = False
+    weight_is_transposed = False
 
     def quantize(self) -> None: ...
 
@@ -80,7 +80,12 @@ class Users(Recipe):
     [
         (Recipe(), "quantize", "NOT_PRESENT_IN_GENERIC_DICT", True),
         (Recipe(), "max", "NOT_PRESENT_IN_GENERIC_DICT", True),
-        (Recipe(), "is_turned", "NOT_PRESENT_IN_GENERIC_DICT", False),  # a class's value, which an object may replace
+        (
+            Recipe(),
+            "weight_is_transposed",
+            "NOT_PRESENT_IN_GENERIC_DICT",
+            False,
+        ),  # a class's value, which an object may replace
         (Recipe(), "other", "NOT_PRESENT_IN_GENERIC_DICT", False),
         (Recipe(), "quantize", "HASATTR", False),
         (OwnModule(), "forward", "NOT_PRESENT_IN_GENERIC_DICT", False),

@@ -14,16 +14,16 @@ from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
 from fp8_ds.config import LinearConfig
-from fp8_ds.nn.fused.mlp import FusedSwiglu, SwigluParts
+from fp8_ds.nn.fused.mlp import FusedSwiglu, SwigluNames
 from fp8_ds.nn.fused.module import Producer
-from fp8_ds.nn.fused.search import parts_of
+from fp8_ds.nn.fused.search import find_swiglu
 from fp8_ds.nn.linear.fp8_linear import Fp8Linear
 from fp8_ds.nn.linear.recipe import InputCache
 from fp8_ds.nn.linear.recipes import TensorwiseRecipe
 from fp8_ds.testing import assert_bitwise, sqnr_db
 
 WIDTH, HIDDEN = 64, 160
-NAMES = SwigluParts("gate_proj", "up_proj", "down_proj", ("act_fn",))
+NAMES = SwigluNames("gate_proj", "up_proj", "down_proj", ("act_fn",))
 WITH_FUNCTION = replace(NAMES, activation=())
 NOT_SILU = "its activation is not known to be SiLU"
 FORM = "its forward is not seen to be down(silu(gate(x)) * up(x))"
@@ -216,7 +216,7 @@ def replaced():
     ids=lambda one: type(one).__name__ if isinstance(one, nn.Module) else None,
 )
 def test_an_mlp_is_known_by_its_source(mlp, expected):
-    assert parts_of(mlp) == expected
+    assert find_swiglu(mlp) == expected
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_mlps_of_the_llama_family_are_recognised(module, name):
     pytest.importorskip("transformers")
     models = __import__(f"transformers.models.{module}.modeling_{module}", fromlist=["x"])
     config = getattr(models, f"{name}Config")(hidden_size=64, intermediate_size=32)
-    assert parts_of(getattr(models, f"{name}MLP")(config)) == NAMES
+    assert find_swiglu(getattr(models, f"{name}MLP")(config)) == NAMES
 
 
 def make(nonlinear="bf16", fused=True):
@@ -235,7 +235,7 @@ def make(nonlinear="bf16", fused=True):
     for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
         Fp8Linear.from_linear(linear, TensorwiseRecipe(LinearConfig(), shared))
     if fused:
-        FusedSwiglu.from_mlp(mlp, parts_of(mlp), Producer((mlp.down_proj,), nonlinear))
+        FusedSwiglu.from_mlp(mlp, find_swiglu(mlp), Producer((mlp.down_proj,), nonlinear))
     return mlp
 
 

@@ -14,7 +14,7 @@ from fp8_ds.errors import ConfigError
 from fp8_ds.nn.fused.mlp import FusedSwiglu
 from fp8_ds.nn.fused.module import FusedModule, Producer
 from fp8_ds.nn.fused.norm import FusedRMSNorm
-from fp8_ds.nn.fused.search import fuse_producers, parts_of
+from fp8_ds.nn.fused.search import find_swiglu, fuse_producers
 from fp8_ds.nn.linear.fp8_linear import Fp8Linear
 from fp8_ds.nn.plan.convert import apply_plan, revert
 from fp8_ds.nn.plan.plan import make_plan
@@ -398,7 +398,7 @@ def only_nonlinear(nonlinear):
     layer = model.layer
     for norm in (layer.input_layernorm, layer.post_attention_layernorm):
         FusedRMSNorm.from_norm(norm, (CONFIG.rms_norm_eps, "twice"), Always((), nonlinear))
-    FusedSwiglu.from_mlp(layer.mlp, parts_of(layer.mlp), Always((), nonlinear))
+    FusedSwiglu.from_mlp(layer.mlp, find_swiglu(layer.mlp), Always((), nonlinear))
     return model
 
 

@@ -66,7 +66,9 @@ def test_outputs_and_gradients_are_the_linears(recipe: str, backend: str, grad_d
     keys = {"recipe": recipe, "backend": backend, "grad_dtype": grad_dtype}
     convert(linear, **keys)
     convert(conv, **keys)
-    assert type(conv) is Fp8Conv1D and conv.fp8_recipe.is_turned and not linear.fp8_recipe.is_turned
+    assert (
+        type(conv) is Fp8Conv1D and conv.fp8_recipe.weight_is_transposed and not linear.fp8_recipe.weight_is_transposed
+    )
     assert "in_features=48, out_features=80" in repr(conv)
     for k, (expected, found) in enumerate(zip(train(linear), train(conv), strict=True)):
         expected = expected.t() if k % 4 == 2 else expected

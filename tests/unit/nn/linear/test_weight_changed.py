@@ -42,7 +42,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         groups = Groups.of(torch.arange(2 * len(x)).view(-1, 2) % 3, 3)
         recipe = TensorwiseRecipe(LinearConfig())
-        return groups.collect(grouped_linear(x, self.weight, groups, recipe, is_spread=False)).sum(1)
+        return groups.collect(grouped_linear(x, self.weight, groups, recipe, is_dispatched=False)).sum(1)
 
 
 def linear(recipe: str) -> nn.Module:

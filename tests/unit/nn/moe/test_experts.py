@@ -25,7 +25,7 @@ from fp8_ds.nn.moe import experts as experts_reference
 from fp8_ds.nn.moe import products as expert_products
 from fp8_ds.nn.moe.experts import Fp8Experts, is_experts, stock_forward, why_not
 from fp8_ds.nn.plan.convert import apply_plan, fp8_layers, revert
-from fp8_ds.nn.plan.plan import OtherMatrices, Plan, make_plan
+from fp8_ds.nn.plan.plan import OtherWeights, Plan, make_plan
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.ops.quantize import quantize
 from fp8_ds.testing import assert_bitwise, sqnr_db
@@ -247,7 +247,7 @@ def test_each_weight_has_a_row_with_its_number_of_experts() -> None:
     assert gate_up.converted and down.converted
     (alone, _) = make_plan(stock(), LinearConfig()).layers
     assert alone.fqn == alone.weight_name == "gate_up_proj"
-    assert OtherMatrices.of(stock()).kinds == ()
+    assert OtherWeights.of(stock()).kinds == ()
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp", "blockwise"])

@@ -34,7 +34,7 @@ def experts(choices: list[list[int]], is_packed: bool = False) -> tuple[Groups, 
     groups = Groups.of(torch.tensor(choices, dtype=torch.long).view(-1, 2), NUM_EXPERTS, is_packed=is_packed)
     x = torch.randn(len(choices), NUM_IN) * torch.logspace(-2, 1, len(choices))[:, None]
     weight = torch.randn(NUM_EXPERTS, NUM_OUT, NUM_IN) * torch.logspace(-2, 0, NUM_EXPERTS)[:, None, None]
-    grad = groups.spread(torch.randn(len(choices), NUM_OUT).bfloat16())
+    grad = groups.dispatch(torch.randn(len(choices), NUM_OUT).bfloat16())
     return groups, x.bfloat16(), weight.bfloat16(), grad
 
 
@@ -43,9 +43,9 @@ def tokens_of(expert: int, choices: list[list[int]]) -> list[int]:
     return [t for t, row in enumerate(choices) for chosen in row if chosen == expert]
 
 
-def run(x: Tensor, weight: Tensor, groups: Groups, recipe: Any, grad: Tensor, is_spread: bool) -> list[Tensor]:
+def run(x: Tensor, weight: Tensor, groups: Groups, recipe: Any, grad: Tensor, is_dispatched: bool) -> list[Tensor]:
     x, weight = x.clone().requires_grad_(), nn.Parameter(weight.clone())
-    output = grouped_linear(x, weight, groups, recipe, is_spread=is_spread)
+    output = grouped_linear(x, weight, groups, recipe, is_dispatched=is_dispatched)
     output.backward(grad)
     assert x.grad is not None and weight.grad is not None
     return [output.detach(), x.grad, weight.grad]
@@ -55,13 +55,13 @@ def test_a_weight_that_is_a_sum_is_not_kept_until_the_backward() -> None:
     """That of PEFT's `target_parameters`: a checkpoint frees what the graph has saved, and nothing else."""
     groups, x, weight, grad = experts(CHOICES)
     recipe, made = TensorwiseRecipe(LinearConfig()), list[weakref.ref[Any]]()
-    reference = run(x, weight, groups, recipe, grad, is_spread=False)
+    reference = run(x, weight, groups, recipe, grad, is_dispatched=False)
     x, p = x.clone().requires_grad_(), nn.Parameter(weight.clone())
 
     def layer(given: Tensor) -> Tensor:
         summed = p * 1
         made.append(weakref.ref(summed))
-        return grouped_linear(given, summed, groups, recipe, is_spread=False)
+        return grouped_linear(given, summed, groups, recipe, is_dispatched=False)
 
     for run_layer in (layer, partial(checkpoint, layer, use_reentrant=False)):
         x.grad = p.grad = None
@@ -76,7 +76,7 @@ def test_a_weight_that_is_a_sum_is_not_kept_until_the_backward() -> None:
 @pytest.mark.parametrize("choices", [CHOICES, MANY], ids=["few", "many"])
 def test_rows_are_the_tokens_by_expert_each_from_a_multiple_of_16_on(choices: list[list[int]]) -> None:
     groups, x, _, _ = experts(choices)
-    rows = groups.spread(x)
+    rows = groups.dispatch(x)
     counts = [len(tokens_of(expert, choices)) for expert in range(NUM_EXPERTS)]
     assert [end - start for start, end in groups.bounds] == [-(-count // 16) * 16 for count in (*counts, 0)]
     assert groups.num_rows == len(rows)
@@ -85,23 +85,23 @@ def test_rows_are_the_tokens_by_expert_each_from_a_multiple_of_16_on(choices: li
         assert not rows[start + counts[expert] : end].any()
     assert_bitwise(groups.collect(rows), x[:, None].expand(-1, 2, -1).contiguous())
     codes = x.to(torch.float8_e4m3fn)
-    assert_bitwise(groups.spread(codes).float(), groups.spread(codes.float()))
+    assert_bitwise(groups.dispatch(codes).float(), groups.dispatch(codes.float()))
 
 
-@pytest.mark.parametrize("is_spread", [False, True])
+@pytest.mark.parametrize("is_dispatched", [False, True])
 @pytest.mark.parametrize("choices", [CHOICES, MANY], ids=["few", "many"])
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 def test_it_is_each_experts_own_product_under_one_scale(
-    backend: Any, choices: list[list[int]], is_spread: bool
+    backend: Any, choices: list[list[int]], is_dispatched: bool
 ) -> None:
     groups, x, weight, grad = experts(choices)
-    given = groups.spread(x) if is_spread else x
+    given = groups.dispatch(x) if is_dispatched else x
     recipe = TensorwiseRecipe(LinearConfig(backend=backend))
-    output, grad_x, grad_weight = run(given, weight, groups, recipe, grad, is_spread)
+    output, grad_x, grad_weight = run(given, weight, groups, recipe, grad, is_dispatched)
     x_fp8, x_inv = quantize_tensorwise(x, E4M3)
     w_fp8, w_inv = quantize_tensorwise(weight, E4M3)
     g_fp8, g_inv = quantize_tensorwise(grad, E5M2)
-    expected_x = torch.zeros_like(grad_x if is_spread else groups.spread(x))
+    expected_x = torch.zeros_like(grad_x if is_dispatched else groups.dispatch(x))
     for expert, (start, end) in enumerate(groups.bounds[:-1]):
         own = tokens_of(expert, choices)
         x_e, g_e = (codes.view(torch.uint8) for codes in (x_fp8, g_fp8))
@@ -113,7 +113,7 @@ def test_it_is_each_experts_own_product_under_one_scale(
         expected = scaled_mm(g_e.t(), x_e.t(), g_inv, x_inv, torch.bfloat16, backend)
         assert_bitwise(grad_weight[expert], expected)
         assert bool(own) == bool(grad_weight[expert].any())
-    assert_bitwise(grad_x, expected_x if is_spread else groups.collect(expected_x).sum(1))
+    assert_bitwise(grad_x, expected_x if is_dispatched else groups.collect(expected_x).sum(1))
 
 
 def with_payload(weight: Tensor, codes: Tensor, scale_inv: Tensor) -> nn.Parameter:
@@ -137,7 +137,7 @@ def test_it_is_the_fp8_linears_of_the_experts_where_scales_are_the_same(choices:
     groups, x, weight, grad = experts(choices)
     codes, scale_inv = quantize_tensorwise(weight, E4M3)
     p, given, recipe = with_payload(weight, codes, scale_inv), x.clone().requires_grad_(), delayed()
-    output = grouped_linear(given, p, groups, recipe, is_spread=False)
+    output = grouped_linear(given, p, groups, recipe, is_dispatched=False)
     output.backward(grad)
     assert given.grad is not None and p.grad is not None
     expected_x, amaxes = torch.zeros(groups.num_rows, NUM_IN).bfloat16(), []
@@ -165,9 +165,9 @@ def test_it_is_the_fp8_linears_of_the_experts_where_scales_are_the_same(choices:
 def test_in_bf16_it_is_each_experts_product_in_bf16() -> None:
     groups, x, weight, grad = experts(MANY)
     recipe = Bf16Recipe(TensorwiseRecipe(LinearConfig()))
-    output, grad_x, grad_weight = run(groups.spread(x), weight, groups, recipe, grad, is_spread=True)
+    output, grad_x, grad_weight = run(groups.dispatch(x), weight, groups, recipe, grad, is_dispatched=True)
     for expert, (start, end) in enumerate(groups.bounds[:-1]):
-        rows = groups.spread(x)[start:end]
+        rows = groups.dispatch(x)[start:end]
         torch.testing.assert_close(output[start:end], rows @ weight[expert].t())
         torch.testing.assert_close(grad_x[start:end], grad[start:end] @ weight[expert])
         torch.testing.assert_close(grad_weight[expert], grad[start:end].t() @ rows)
@@ -192,13 +192,13 @@ def test_what_is_kept_for_backward_is_one_byte_an_element_of_each_token_once_and
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         recipe = TensorwiseRecipe(LinearConfig())
         p = nn.Parameter(weight)
-        grouped_linear(x.requires_grad_(), p, groups, recipe, is_spread=False)
+        grouped_linear(x.requires_grad_(), p, groups, recipe, is_dispatched=False)
     assert kept.pop(0) is p
     assert [(t.dtype, t.numel()) for t in kept] == [*whose, (torch.float8_e4m3fn, x.numel()), (torch.float32, 1)]
     kept.clear()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         frozen = nn.Parameter(weight, requires_grad=False)
-        grouped_linear(x.requires_grad_(), frozen, groups, recipe, is_spread=False)
+        grouped_linear(x.requires_grad_(), frozen, groups, recipe, is_dispatched=False)
     assert kept.pop(0) is frozen
     assert [(t.dtype, t.numel()) for t in kept] == whose
 
@@ -218,7 +218,7 @@ def test_a_checkpoint_keeps_no_groups_and_goes_by_those_of_the_forward_that_is_d
             chosen = torch.tensor(left.pop(0))
             groups = Groups.of(chosen, NUM_EXPERTS, is_packed=is_packed)
             made.append(weakref.ref(groups.place))
-            return groups.collect(grouped_linear(given, p, groups, recipe, is_spread=False)).sum(1)
+            return groups.collect(grouped_linear(given, p, groups, recipe, is_dispatched=False)).sum(1)
 
         output = through(layer, given)
         if len(routing) > 1:
@@ -240,7 +240,7 @@ NOBODYS = [[0, NUM_EXPERTS], *[[2, 4]] * 9, [NUM_EXPERTS, NUM_EXPERTS], [3, 0]]
 @pytest.mark.parametrize("choices", [CHOICES, MANY, NOBODYS, []], ids=["few", "many", "nobodys", "none"])
 def test_packed_rows_are_the_tokens_by_expert_and_the_host_knows_their_number(choices: list[list[int]]) -> None:
     groups, x, _, _ = experts(choices, is_packed=True)
-    rows = groups.spread(x)
+    rows = groups.dispatch(x)
     assert groups.num_rows == len(rows) == 2 * len(choices)
     assert "bounds" not in vars(groups), "the host has read whose rows are whose"
     own = [tokens_of(expert, choices) for expert in range(NUM_EXPERTS + 1)]
@@ -249,7 +249,7 @@ def test_packed_rows_are_the_tokens_by_expert_and_the_host_knows_their_number(ch
     assert [end - start for start, end in groups.bounds] == [len(tokens) for tokens in own]
     for width in (NUM_IN, NUM_IN - 3):
         codes = x[:, :width].to(torch.float8_e4m3fn).contiguous()
-        assert_bitwise(groups.spread(codes).float(), groups.spread(codes.float()))
+        assert_bitwise(groups.dispatch(codes).float(), groups.dispatch(codes.float()))
 
 
 def whole_numbers(shape: tuple[int, ...], seed: int) -> Tensor:
@@ -258,20 +258,20 @@ def whole_numbers(shape: tuple[int, ...], seed: int) -> Tensor:
     return values[torch.randint(6, shape, generator=torch.Generator().manual_seed(seed))].bfloat16()
 
 
-@pytest.mark.parametrize("is_spread", [False, True])
+@pytest.mark.parametrize("is_dispatched", [False, True])
 @pytest.mark.parametrize("choices", [CHOICES, MANY, NOBODYS], ids=["few", "many", "nobodys"])
-def test_one_launch_is_the_loop_to_the_bit_where_sums_are_exact(choices: list[list[int]], is_spread: bool) -> None:
+def test_one_launch_is_the_loop_to_the_bit_where_sums_are_exact(choices: list[list[int]], is_dispatched: bool) -> None:
     """7 is 448 / 64, E4M3's largest: such codes are whole numbers. So are E5M2's, of 57344 / 8192."""
     found = []
     for is_packed in (False, True):
         groups, x, weight, grad = experts(choices, is_packed)
         x, weight = whole_numbers(x.shape, 0), whole_numbers(weight.shape, 1)
         x[0], weight[0] = 7, 7
-        grad = groups.spread(whole_numbers((len(choices), NUM_OUT), 2))
-        given = groups.spread(x) if is_spread else x
+        grad = groups.dispatch(whole_numbers((len(choices), NUM_OUT), 2))
+        given = groups.dispatch(x) if is_dispatched else x
         recipe = TensorwiseRecipe(LinearConfig())
-        output, grad_x, grad_weight = run(given, weight, groups, recipe, grad, is_spread)
-        found.append([groups.collect(output), groups.collect(grad_x) if is_spread else grad_x, grad_weight])
+        output, grad_x, grad_weight = run(given, weight, groups, recipe, grad, is_dispatched)
+        found.append([groups.collect(output), groups.collect(grad_x) if is_dispatched else grad_x, grad_weight])
     for one, other in zip(*found, strict=True):
         assert one.any()
         assert torch.equal(one, other)  # zeros may differ in their signs
@@ -284,8 +284,10 @@ def test_one_launch_is_the_loop_but_for_the_order_of_sums(choices: list[list[int
     found = []
     for is_packed in (False, True):
         groups, x, weight, _ = experts(choices, is_packed)
-        grad = groups.spread(torch.randn(len(choices), NUM_OUT, generator=torch.Generator().manual_seed(0)).bfloat16())
-        output, grad_x, grad_weight = run(x, weight, groups, recipe(), grad, is_spread=False)
+        grad = groups.dispatch(
+            torch.randn(len(choices), NUM_OUT, generator=torch.Generator().manual_seed(0)).bfloat16()
+        )
+        output, grad_x, grad_weight = run(x, weight, groups, recipe(), grad, is_dispatched=False)
         found.append([groups.collect(output), grad_x, grad_weight])
     for one, other in zip(*found, strict=True):
         assert float(sqnr_db(one.float(), other.float())) > 55
@@ -297,9 +299,9 @@ def test_packed_rows_in_bf16_are_a_loop() -> None:
     found = []
     for is_packed in (False, True):
         groups, x, weight, _ = experts(MANY, is_packed)
-        grad = groups.spread(torch.ones(len(MANY), NUM_OUT).bfloat16())
+        grad = groups.dispatch(torch.ones(len(MANY), NUM_OUT).bfloat16())
         recipe = Bf16Recipe(TensorwiseRecipe(LinearConfig()))
-        output, grad_x, grad_weight = run(x, weight, groups, recipe, grad, is_spread=False)
+        output, grad_x, grad_weight = run(x, weight, groups, recipe, grad, is_dispatched=False)
         found.append([groups.collect(output), grad_x, grad_weight])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
@@ -318,9 +320,9 @@ def test_packed_rows_are_weighted_and_added_up_as_others_are_but_for_roundings(
         rows = torch.zeros(groups.num_rows, 24).bfloat16()
         rows[groups.place] = whole.flatten(0, 1)
         weights = routing.to(weight_dtype).t().contiguous().t().requires_grad_()
-        assert torch.equal(groups.add_up(rows), whole.sum(1))
+        assert torch.equal(groups.combine(rows), whole.sum(1))
         rows.requires_grad_()
-        output = groups.add_up_weighted(rows, weights, torch.bfloat16)
+        output = groups.combine_weighted(rows, weights, torch.bfloat16)
         output.backward(grad.bfloat16())
         assert rows.grad is not None and weights.grad is not None
         found.append([output, rows.grad[groups.place], weights.grad])

@@ -7,7 +7,7 @@ from torch import nn
 from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
 from fp8_ds.nn.plan.convert import revert
-from fp8_ds.nn.plan.plan import OtherMatrices, Plan, make_plan
+from fp8_ds.nn.plan.plan import OtherWeights, Plan, make_plan
 
 
 class Experts(nn.Module):
@@ -71,26 +71,26 @@ def test_a_weight_counts_once_and_one_that_is_looked_up_not_at_all() -> None:
     tied["again"].weight = tied["router"].weight
     tied["head"] = Router()
     tied["head"].weight = tied["embed"].weight
-    found = OtherMatrices.of(tied)
+    found = OtherWeights.of(tied)
     assert found.kinds == (("Experts", 1), ("Router", 2))
     assert (found.numel, found.numel_model) == (4096 + 64, 1024 + 4096 + 64 + 160 + 160 + 16 + 16)
 
 
 def test_of_more_than_four_classes_the_largest_are_named() -> None:
     kinds = [type(name, (Router,), {}) for name in "ABCDEF"]
-    found = OtherMatrices.of(nn.Sequential(*[kind() for kind in kinds], kinds[5]()))
+    found = OtherWeights.of(nn.Sequential(*[kind() for kind in kinds], kinds[5]()))
     assert found.describe() == "2 F, 1 A, 1 B, 1 C, 2 more"
 
 
 def test_classes_of_linears_of_another_library_are_no_others() -> None:
-    assert OtherMatrices.of(model(), (Router,)).kinds == (("Experts", 1),)
+    assert OtherWeights.of(model(), (Router,)).kinds == (("Experts", 1),)
 
 
 def test_a_conv1d_has_a_row_of_its_own() -> None:
     pytorch_utils = pytest.importorskip("transformers.pytorch_utils")
     both = nn.ModuleDict({"experts": Experts(), "conv": pytorch_utils.Conv1D(32, 16)})
     assert make_plan(both, LinearConfig(filter_fqns=())).describe().startswith("fp8: 1 of 1 linears, 100.0 %")
-    assert OtherMatrices.of(both).kinds == (("Experts", 1),)
+    assert OtherWeights.of(both).kinds == (("Experts", 1),)
 
 
 def test_a_plan_that_has_changed_still_says_it_and_one_from_a_checkpoint_is_equal() -> None:
