@@ -32,7 +32,6 @@ _MAX_NODES = 200  # of an expression: a SwiGLU has some 30
 _OTHER_FORM = "its forward is not seen to be down(silu(gate(x)) * up(x))"
 _NORM, _SWIGLU = "norm", "SwiGLU"
 _MLP_NAMES = {"gate_proj", "up_proj", "down_proj"}
-_NUM_REASONS_SHOWN = 4
 _RECOGNISED = "modules with a weight and an eps; modules that return down(silu(gate(x)) * up(x)): docs/activations.md"
 
 
@@ -181,10 +180,7 @@ class Fusion:
             return f"fp8: fused nothing: no RMSNorm and no SwiGLU was found ({_RECOGNISED})"
         counts = [(self.fused.count(kind), kind) for kind in (_NORM, _SWIGLU)]
         text = "fp8: fused " + " and ".join(f"{num} {kind}{'' if num == 1 else 's'}" for num, kind in counts)
-        parts = by_reason(self.left)
-        if len(parts) > _NUM_REASONS_SHOWN:
-            parts[_NUM_REASONS_SHOWN:] = [f"and {len(parts) - _NUM_REASONS_SHOWN} more reasons"]
-        return f"{text}; left: {', '.join(parts)}" if parts else text
+        return f"{text}; left: {', '.join(by_reason(self.left))}" if self.left else text
 
 
 def fuse_producers(model: nn.Module, activations: ActivationsConfig) -> Fusion:
