@@ -103,7 +103,7 @@ class InputCache:
         self._storage = weakref.ref(x.untyped_storage(), self._forget)
 
     def find(self, x: Tensor, epoch: object) -> Quantized | None:
-        """Return the FP8 tensors stored for this tensor in this epoch; None if it is not the last one, or has changed."""
+        """Return what was stored for this tensor in this epoch; None if it is not the last one, or has changed."""
         if self._storage is None or self._storage() is not x.untyped_storage():
             return None
         return self._quantized if self._key == _key(x, epoch) else None
