@@ -40,7 +40,7 @@ NUM_WARM, NUM_TIMED = 3, 15
 def worker(device: torch.device, scale: int) -> dict[str, Any]:
     """Times of every gather; what arrives is checked to be what was there."""
     from fp8_ds.comm.gather import gather_runs
-    from fp8_ds.comm.layout import Run
+    from fp8_ds.comm.layout import ShardRange
 
     group = dist.group.WORLD
     assert group is not None
@@ -57,7 +57,7 @@ def worker(device: torch.device, scale: int) -> dict[str, Any]:
         for buffer in buffers:
             part = buffer.numel() // num_ranks
             buffer[rank * part : (rank + 1) * part] = rank + 1
-            runs.append([Run(r, r * part, (r + 1) * part) for r in range(num_ranks)])
+            runs.append([ShardRange(r, r * part, (r + 1) * part) for r in range(num_ranks)])
 
         def gather() -> int:
             return sum(gather_runs(group, buffer, run) for buffer, run in zip(buffers, runs, strict=True))

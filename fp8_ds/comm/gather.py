@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8_ds.comm.collectives import all_gather, all_to_all, broadcast
-from fp8_ds.comm.layout import Run
+from fp8_ds.comm.layout import ShardRange
 
 MAX_PADDING = 1.02
 """An uneven gather is padded to equal shares where that moves at most this factor more."""
@@ -20,7 +20,7 @@ _BALANCED_ALIGNMENT = 128
 """Equal shares are a multiple of this many bytes, for NCCL's loads."""
 
 
-def gather_method(runs: Sequence[Run], num_ranks: int, element_size: int, free_bytes: int = 0) -> str:
+def gather_method(runs: Sequence[ShardRange], num_ranks: int, element_size: int, free_bytes: int = 0) -> str:
     """Return how `gather_runs` moves these runs: "none", "even", "padded", "broadcast" or "balanced".
 
     Args:
@@ -41,7 +41,7 @@ def gather_method(runs: Sequence[Run], num_ranks: int, element_size: int, free_b
     return "broadcast" if len(runs) <= MAX_BROADCASTS else "balanced"
 
 
-def gathered_bytes(runs: Sequence[Run], num_ranks: int, element_size: int, free_bytes: int = 0) -> int:
+def gathered_bytes(runs: Sequence[ShardRange], num_ranks: int, element_size: int, free_bytes: int = 0) -> int:
     """Return the bytes that `gather_runs` delivers to a rank, its own share included."""
     method = gather_method(runs, num_ranks, element_size, free_bytes)
     if method == "none":
@@ -78,7 +78,7 @@ def _shared(one: range, other: range) -> int:
     return max(0, min(one.stop, other.stop) - max(one.start, other.start))
 
 
-def gather_runs(group: dist.ProcessGroup, buffer: Tensor, runs: Sequence[Run], free_bytes: int = 0) -> int:
+def gather_runs(group: dist.ProcessGroup, buffer: Tensor, runs: Sequence[ShardRange], free_bytes: int = 0) -> int:
     """Copy every run of `buffer` from its owner to all ranks, in place. Collective.
 
     Equal runs take one in-place all-gather, nearly equal or small runs a padded staging buffer, and runs of a few
@@ -88,7 +88,7 @@ def gather_runs(group: dist.ProcessGroup, buffer: Tensor, runs: Sequence[Run], f
     the few bytes that do not divide.
 
     Args:
-        group: process group; `Run.rank` counts within it.
+        group: process group; `ShardRange.rank` counts within it.
         buffer: 1-D, any dtype the backend moves (FP8 as uint8: gloo has no float8).
         runs: non-empty runs in rank order, not overlapping; the same on all ranks. Elements between two are padding.
         free_bytes: see `gather_method`.
@@ -129,7 +129,7 @@ def gather_runs(group: dist.ProcessGroup, buffer: Tensor, runs: Sequence[Run], f
     return gathered_bytes(runs, num_ranks, buffer.element_size(), free_bytes)
 
 
-def _gather_balanced(group: dist.ProcessGroup, buffer: Tensor, runs: Sequence[Run]) -> None:
+def _gather_balanced(group: dist.ProcessGroup, buffer: Tensor, runs: Sequence[ShardRange]) -> None:
     """Gather the runs of many owners; padding between two runs comes from the owner of the first."""
     num_ranks, rank, size = dist.get_world_size(group), dist.get_rank(group), buffer.element_size()
     first = runs[0].start * size

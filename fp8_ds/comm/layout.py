@@ -43,7 +43,7 @@ class Fragment:
 
 
 @dataclass(frozen=True)
-class Run:
+class ShardRange:
     """Contiguous elements `[start, stop)` of a compact buffer that `rank` (within the group) owns."""
 
     rank: int
@@ -61,13 +61,13 @@ class CompactLayout:
 
     slots: tuple[Slot, ...]
     fragments: tuple[tuple[Fragment, ...], ...]
-    runs: tuple[Run, ...]
+    runs: tuple[ShardRange, ...]
     numel: int
 
-    def runs_of(self, index: int) -> tuple[Run, ...]:
+    def runs_of(self, index: int) -> tuple[ShardRange, ...]:
         """Return the fragments of tensor `index` as runs counted from the tensor's own start."""
         return tuple(
-            Run(rank, fragment.tensor_start, fragment.tensor_start + fragment.numel)
+            ShardRange(rank, fragment.tensor_start, fragment.tensor_start + fragment.numel)
             for rank, owned in enumerate(self.fragments)
             for fragment in owned
             if fragment.index == index
@@ -113,7 +113,7 @@ def compact_layout(
                 )
             )
     runs = tuple(
-        Run(rank, owned[0].compact_start, owned[-1].compact_start + owned[-1].numel)
+        ShardRange(rank, owned[0].compact_start, owned[-1].compact_start + owned[-1].numel)
         for rank, owned in enumerate(fragments)
         if owned
     )

@@ -42,7 +42,7 @@ def initialize(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         except Fp8DsError as refusal:
             mine = refusal
     if mine is None:
-        _leave_to_stock(config, arguments)
+        _leave_to_deepspeed(config, arguments)
         return original(*args, **kwargs)
     from fp8_ds.engine.compat.model import refuse_autotp_size
     from fp8_ds.engine.rank_agreement import start_alike
@@ -53,7 +53,7 @@ def initialize(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         return original(*args, **kwargs)
 
 
-def _leave_to_stock(config: dict[str, Any], arguments: Mapping[str, Any]) -> None:
+def _leave_to_deepspeed(config: dict[str, Any], arguments: Mapping[str, Any]) -> None:
     """Tell the other ranks that FP8 is off on this one.
 
     Raises:

@@ -107,5 +107,5 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
 
         return fp8_initialize(original, args, kwargs)
 
-    initialize.fp8_ds_stock = original  # type: ignore[attr-defined]
+    initialize.fp8_ds_original = original  # type: ignore[attr-defined]
     return initialize

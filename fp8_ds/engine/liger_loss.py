@@ -135,7 +135,7 @@ def keep_out_of_graphs() -> None:
     """
     functional = importlib.import_module(_FUNCTIONAL)
     original = getattr(functional, _LOSS)
-    if hasattr(original, "fp8_ds_stock"):
+    if hasattr(original, "fp8_ds_original"):
         return
     signature = inspect.signature(original)
     chunk_mem_consts: Any = WeakIdKeyDictionary()
@@ -154,7 +154,7 @@ def keep_out_of_graphs() -> None:
         return loss(*args, **kwargs)
 
     called: Any = traced
-    called.fp8_ds_stock = original
+    called.fp8_ds_original = original
     called.fp8_ds_chunk_mem_consts = chunk_mem_consts
     RECORD.set(functional, _LOSS, called)
 

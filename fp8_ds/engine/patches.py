@@ -48,7 +48,7 @@ def apply_patches() -> None:
     from fp8_ds.engine.seam_check import check_seams
     from fp8_ds.zero.stage12 import patched_all_gather
 
-    if hasattr(stage_1_and_2.all_gather_dp_groups, "fp8_ds_stock"):
+    if hasattr(stage_1_and_2.all_gather_dp_groups, "fp8_ds_original"):
         patch_accelerate()
         return
     check_seams()
@@ -70,7 +70,7 @@ def patch_accelerate() -> None:
     if module is None:
         return
     original = getattr(module.Accelerator, "get_state_dict", None)
-    if hasattr(original, "fp8_ds_stock"):
+    if hasattr(original, "fp8_ds_original"):
         return
     if original is None or original.__code__.co_varnames[:2] != ("self", "model"):
         raise SeamError(
@@ -94,5 +94,5 @@ def _exporting(original: Callable[..., Any]) -> Callable[..., Any]:
         with optimizer.fp8_export(True):
             return original(self, model, *args, **kwargs)
 
-    get_state_dict.fp8_ds_stock = original  # type: ignore[attr-defined]
+    get_state_dict.fp8_ds_original = original  # type: ignore[attr-defined]
     return get_state_dict

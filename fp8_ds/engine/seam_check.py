@@ -34,7 +34,7 @@ def find(seam: Seam) -> Any:
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise SeamError(_missing(seam, str(error))) from error
-    found = getattr(found, "fp8_ds_stock", found)
+    found = getattr(found, "fp8_ds_original", found)
     if seam.parameters:
         accepted = tuple(inspect.signature(_bare(found)).parameters)
         if accepted[: len(seam.parameters)] != seam.parameters:

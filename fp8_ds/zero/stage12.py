@@ -318,7 +318,7 @@ def _freeze(name: str, p: Any, granularity: Granularity) -> None:
 
 def _expect_patched_gather() -> None:
     """Raise if DeepSpeed's gather is its own again: it would gather meta tensors, some backends in silence."""
-    if not hasattr(stage_1_and_2.all_gather_dp_groups, "fp8_ds_stock"):
+    if not hasattr(stage_1_and_2.all_gather_dp_groups, "fp8_ds_original"):
         raise UnsupportedError(
             "fp8_ds.uninstall(): expected no engine in FP8 of ZeRO 1 or 2 in use after it, got a step of one, or a "
             "load. No weight was changed. Call it after engine.destroy() of the last of them."
@@ -335,5 +335,5 @@ def patched_all_gather(original: Any) -> Any:
             return owner._fp8_refresh(is_step=owner._fp8_in_step)
         return original(groups_flat, *args, **kwargs)
 
-    all_gather_dp_groups.fp8_ds_stock = original  # type: ignore[attr-defined]
+    all_gather_dp_groups.fp8_ds_original = original  # type: ignore[attr-defined]
     return all_gather_dp_groups

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fp8_ds.comm.collectives import max_reduce
 from fp8_ds.comm.counter import count_collectives
 from fp8_ds.comm.gather import gather_method, gather_runs, gathered_bytes
-from fp8_ds.comm.layout import Run
+from fp8_ds.comm.layout import ShardRange
 
 pytestmark = pytest.mark.distributed
 
@@ -32,11 +32,11 @@ CASES = {
 BALANCED_TOO_SMALL = {2: (0, 50), 3: (100, 5, 1), 4: (0, 33, 0, 80)}
 
 
-def runs_of(numels: tuple[int, ...], hole: int) -> list[Run]:
+def runs_of(numels: tuple[int, ...], hole: int) -> list[ShardRange]:
     runs, start = [], hole
     for rank, numel in enumerate(numels):
         if numel:
-            runs.append(Run(rank, start, start + numel))
+            runs.append(ShardRange(rank, start, start + numel))
             start += numel + hole
     return runs
 

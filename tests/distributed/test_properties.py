@@ -49,10 +49,10 @@ def gathered(case: dict[str, Any]) -> str:
 
     from fp8_ds.comm import gather
     from fp8_ds.comm.gather import gather_method, gather_runs, gathered_bytes
-    from fp8_ds.comm.layout import Run
+    from fp8_ds.comm.layout import ShardRange
 
     group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    runs, free_bytes, total = [Run(*run) for run in case["runs"]], case["free_bytes"], case["total"]
+    runs, free_bytes, total = [ShardRange(*run) for run in case["runs"]], case["free_bytes"], case["total"]
     generator = torch.Generator().manual_seed(case["seed"])
     truth = torch.randint(0, 200, (total,), generator=generator).to(case["dtype"])
     buffer, expected = (torch.full((total,), 255, dtype=case["dtype"]) for _ in range(2))

@@ -311,13 +311,13 @@ def test_a_neighbour_of_llama_with_norms_of_its_own_is_an_error(ranks: Any) -> N
         assert "model.layers.0.pre_feedforward_layernorm.weight and 1 more" in found, found
 
 
-def wrong_mpu(cut_over: int, mpu_size: int, stage: int) -> str:
+def wrong_mpu(sharded_over: int, mpu_size: int, stage: int) -> str:
     import deepspeed
 
     import fp8_ds  # noqa: F401
 
     model = llama()
-    parallelize(model, LLAMA, tpar.groups(cut_over).tp_group)
+    parallelize(model, LLAMA, tpar.groups(sharded_over).tp_group)
     mpu = tpar.groups(mpu_size) if mpu_size else None
     config = engine_config(stage, {}, max(mpu_size, 1))
 
@@ -329,13 +329,13 @@ def wrong_mpu(cut_over: int, mpu_size: int, stage: int) -> str:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("cut_over", "mpu_size", "stage"), [(2, 0, 2), (2, 0, 3), (2, 4, 2), (4, 2, 2)])
+@pytest.mark.parametrize(("sharded_over", "mpu_size", "stage"), [(2, 0, 2), (2, 0, 3), (2, 4, 2), (4, 2, 2)])
 def test_groups_that_are_not_those_of_the_model_are_an_error(
-    ranks: Any, cut_over: int, mpu_size: int, stage: int
+    ranks: Any, sharded_over: int, mpu_size: int, stage: int
 ) -> None:
-    for found in ranks(4).run(wrong_mpu, cut_over, mpu_size, stage):
+    for found in ranks(4).run(wrong_mpu, sharded_over, mpu_size, stage):
         assert found.startswith("ConfigError: mpu: expected the groups that the model is sharded over"), found
-        assert f"ParallelGroups({cut_over})" in found
+        assert f"ParallelGroups({sharded_over})" in found
 
 
 class Adapter(nn.Module):

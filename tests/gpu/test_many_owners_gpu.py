@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8_ds.comm import gather, reduce_scatter
 from fp8_ds.comm.gather import gather_runs
-from fp8_ds.comm.layout import Run
+from fp8_ds.comm.layout import ShardRange
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -21,7 +21,7 @@ def gathered(numels: tuple[int, ...], dtype: torch.dtype) -> bool:
     rank, start, runs = dist.get_rank(), 3, []
     for owner, numel in enumerate(numels):
         if numel:
-            runs.append(Run(owner, start, start + numel))
+            runs.append(ShardRange(owner, start, start + numel))
         start += numel + 3
     expected = torch.full((start,), 250, dtype=dtype, device="cuda")
     buffer = expected.clone()

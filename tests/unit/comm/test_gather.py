@@ -11,14 +11,14 @@ from support.properties import settled
 
 from fp8_ds.comm.counter import ByteCounter
 from fp8_ds.comm.gather import equal_parts, gather_method, gathered_bytes
-from fp8_ds.comm.layout import Run
+from fp8_ds.comm.layout import ShardRange
 
 
-def runs(*numels: int, gap: int = 0) -> list[Run]:
+def runs(*numels: int, gap: int = 0) -> list[ShardRange]:
     found, start = [], 0
     for rank, numel in enumerate(numels):
         if numel:
-            found.append(Run(rank, start, start + numel))
+            found.append(ShardRange(rank, start, start + numel))
         start += numel + gap
     return found
 

@@ -46,7 +46,9 @@ def run(code: str, *packages: Path, site_dir: Path | None = None) -> str:
     return result.stdout.strip()
 
 
-CHECK = "import deepspeed\nassert hasattr(deepspeed.initialize, 'fp8_ds_stock')\nprint(deepspeed.initialize(model=3))\n"
+CHECK = (
+    "import deepspeed\nassert hasattr(deepspeed.initialize, 'fp8_ds_original')\nprint(deepspeed.initialize(model=3))\n"
+)
 
 
 def test_importing_loads_neither_torch_nor_deepspeed_nor_any_other_package(stub: Path) -> None:
@@ -78,7 +80,7 @@ from deepspeed import initialize
 stock = [initialize]
 import fp8_ds, deepspeed, deepspeed.part
 assert initialize is deepspeed.initialize is deepspeed.part.initialize is not stock[0]
-assert initialize.fp8_ds_stock is stock[0]
+assert initialize.fp8_ds_original is stock[0]
 fp8_ds.uninstall()
 assert initialize is deepspeed.initialize is deepspeed.part.initialize is stock[0]
 print(initialize.__name__)
@@ -96,13 +98,13 @@ assert sys.meta_path == before
 import deepspeed
 wrapped = deepspeed.initialize
 fp8_ds.install()
-assert deepspeed.initialize is wrapped and not hasattr(wrapped.fp8_ds_stock, 'fp8_ds_stock')
+assert deepspeed.initialize is wrapped and not hasattr(wrapped.fp8_ds_original, 'fp8_ds_original')
 fp8_ds.uninstall()
-assert deepspeed.initialize is wrapped.fp8_ds_stock and not fp8_ds.is_installed()
+assert deepspeed.initialize is wrapped.fp8_ds_original and not fp8_ds.is_installed()
 fp8_ds.install()
-assert deepspeed.initialize.fp8_ds_stock is wrapped.fp8_ds_stock
+assert deepspeed.initialize.fp8_ds_original is wrapped.fp8_ds_original
 fp8_ds.uninstall(); fp8_ds.uninstall()
-print(deepspeed.initialize is wrapped.fp8_ds_stock)
+print(deepspeed.initialize is wrapped.fp8_ds_original)
 """
     assert run(code, stub) == "True"
 
@@ -115,7 +117,7 @@ import fp8_ds
 assert sys.meta_path != before
 fp8_ds.uninstall()
 import deepspeed
-print(sys.meta_path == before, hasattr(deepspeed.initialize, 'fp8_ds_stock'))
+print(sys.meta_path == before, hasattr(deepspeed.initialize, 'fp8_ds_original'))
 """
     assert run(code, stub) == "True False"
 

@@ -153,5 +153,5 @@ def test_a_run_without_fp8_says_that_another_librarys_block_does_nothing(
     lines: list[str] = []
     monkeypatch.setattr(logger, "warning", lines.append)
     monkeypatch.setenv("RANK", rank)
-    starting._leave_to_stock(config, {})
+    starting._leave_to_deepspeed(config, {})
     assert [line.split(":")[0] for line in lines] == said

@@ -295,7 +295,7 @@ if has_key:
     assert num_chunks == [16] * 2, num_chunks
     four(input_ids=tokens, labels=tokens)
 fp8_ds.uninstall()
-assert "fp8_ds_stock" not in vars(liger_loss.importlib.import_module(liger_loss._FUNCTIONAL)
+assert "fp8_ds_original" not in vars(liger_loss.importlib.import_module(liger_loss._FUNCTIONAL)
                                   .liger_fused_linear_cross_entropy)
 num_chunks.clear()
 one(input_ids=tokens, labels=tokens)

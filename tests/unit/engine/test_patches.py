@@ -57,7 +57,7 @@ def test_only_what_reads_an_fp8_optimizer_is_an_export(host: Any) -> None:
     stock = host.Accelerator.get_state_dict
     patch_accelerate()
     patch_accelerate()  # once is enough
-    assert host.Accelerator.get_state_dict.fp8_ds_stock is stock
+    assert host.Accelerator.get_state_dict.fp8_ds_original is stock
     log: list[str] = []
     assert host.Accelerator().get_state_dict(engine(log)) == ["read", "export"]
     assert log == ["export", "done"]
@@ -89,5 +89,5 @@ def test_another_accelerate_is_refused(host: Any) -> None:
 
 def test_the_installed_accelerate_is_the_one_that_is_known() -> None:
     accelerator = pytest.importorskip("accelerate.accelerator")
-    found = getattr(accelerator.Accelerator.get_state_dict, "fp8_ds_stock", accelerator.Accelerator.get_state_dict)
+    found = getattr(accelerator.Accelerator.get_state_dict, "fp8_ds_original", accelerator.Accelerator.get_state_dict)
     assert found.__code__.co_varnames[:2] == ("self", "model")
