@@ -65,6 +65,6 @@ E5M2 = Float8Format("e5m2", torch.float8_e5m2, 5, 2)
 
 E4M4 = Float8Format("e4m4", None, 4, 4)
 """Unsigned `eeeemmmm`, max 496, no infinity, no NaN; held as uint8. For square roots of second moments, which have no
-sign. Source: DESIGN.md, "DeepSpeed" 6 (own format); the value follows from 2**(15 - 7) * (1 + 15/16)."""
+sign. Source: own format (docs/numerics.md); the largest value follows from 2**(15 - 7) * (1 + 15/16)."""
 
 BY_NAME = {fmt.name: fmt for fmt in (E4M3, E5M2, E4M4)}

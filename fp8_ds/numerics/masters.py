@@ -8,7 +8,7 @@ the sign bit stays with `hi`. No second copy of the weight exists, and none is c
 FP8 masters are scaled by a power of two: `w = value(mag) * scale_inv`. Another power of two moves exponents only,
 exactly for normal numbers. `hi` must stay below 464 in FP8's units: above, `hi` would round to the NaN code.
 
-Source: remainders beside bf16, NVIDIA/TransformerEngine PR 1408; an FP8 high part is ours (DESIGN.md, "DeepSpeed" 6).
+Source: remainders beside bf16, NVIDIA/TransformerEngine PR 1408; an FP8 high part is ours (decision 0004).
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def test_it_travels_where_torch_travels(master: str, decoupled: bool) -> None:
     run(ours, 60)
     run(stock, 60)
     for value, expected, first in zip(masters(ours), theirs, start, strict=True):
-        # What differs is the rounding of moments: 6.6 % of an update (shared/facts/methods.md 1, beta2 = .95).
+        # What differs is the rounding of moments: 6.6 % of an update (docs/numerics.md, beta2 = .95).
         error = (value - expected.detach()).norm() / (expected.detach() - first).norm()
         assert 1e-4 < error < 0.066, float(error)
     reads = [p.detach().float() for p in ours.flat_params()]
