@@ -187,15 +187,15 @@ class TeBlock(nn.Module):
         return self.fc2(F.silu(gate) * up)
 
 
-def ours(model: Model, part: str, recipe: str = "tensorwise", **tensor_parallel: Any) -> Model:
+def ours(model: Model, part: str, recipe: str = "tensorwise") -> Model:
     """parallelize, FP8 linears, fused SwiGLU and norms; weights in FP8 as Fp8AdamW or ZeRO holds them."""
-    from fp8_ds.config import ActivationsConfig, LinearConfig, TensorParallelConfig
+    from fp8_ds.config import ActivationsConfig, LinearConfig
     from fp8_ds.nn.fused.search import fuse_producers
     from fp8_ds.nn.linear.fp8_linear import Fp8Linear
     from fp8_ds.nn.plan.convert import apply_plan
     from fp8_ds.nn.plan.plan import make_plan
     from fp8_ds.optim.adamw import Fp8AdamW
-    from fp8_ds.tp import TensorParallelPlan, configure, parallelize
+    from fp8_ds.tp import TensorParallelPlan, parallelize
 
     has_attention = part == "block"
     plan = TensorParallelPlan(
@@ -210,10 +210,8 @@ def ours(model: Model, part: str, recipe: str = "tensorwise", **tensor_parallel:
     )
     device = next(model.parameters()).device
     config = LinearConfig(recipe=recipe, backend="torch" if device.type == "cuda" else "reference")
-    tp_config = TensorParallelConfig(**tensor_parallel)
     assert dist.group.WORLD is not None
-    parallelize(model, plan, dist.group.WORLD, config=tp_config)
-    configure(model, tp_config, recipe)
+    parallelize(model, plan, dist.group.WORLD)
     apply_plan(model, make_plan(model, config), config, device)
     fuse_producers(model, ActivationsConfig(fused=True))
     weights = [m.weight for m in model.modules() if isinstance(m, Fp8Linear)]
@@ -234,7 +232,6 @@ ARMS: dict[str, Callable[[Model, str], nn.Module]] = {
     "bf16": lambda model, part: cut_by_dtensor(model, part, "bf16"),
     "torchao": lambda model, part: cut_by_dtensor(model, part, "torchao"),
     "ours": ours,
-    "ours-fp8-reduce": lambda model, part: ours(model, part, reduce_scatter="fp8"),
     "ours-rowwise": lambda model, part: ours(model, part, "rowwise"),
     "ours-compiled": ours_compiled,
     "ours-cudagraphs": lambda model, part: ours_compiled(model, part, **_CUDAGRAPHS),

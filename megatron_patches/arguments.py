@@ -58,9 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     add("--fp8-attention-hadamard", action="store_true", help="rotate q and k before they go into FP8 (fa3_fp8)")
     add("--fp8-gemm-backend", choices=GEMM_BACKENDS, help="of linears without Transformer Engine; left out: torch")
-    under = "under --sequence-parallel without Transformer Engine"
-    add("--fp8-tp-gather", choices=("fp8", "bf16"), help=f"how activations are gathered {under}; left out: fp8")
-    add("--fp8-tp-reduce-scatter", choices=("bf16", "fp8"), help=f"how they are reduced {under}; left out: bf16")
+    gathers = "how activations are gathered under --sequence-parallel without Transformer Engine; left out: fp8"
+    add("--fp8-tp-gather", choices=("fp8", "bf16"), help=gathers)
     between = "iterations between samples of amax, saturation and underflow of linears; 0: coverage and bytes only"
     add("--fp8-health-interval", type=int, default=0, help=between)
     add("--fp8-optimizer-states", action="store_true", help="Adam's moments in FP8 (docs/megatron.md)")
@@ -154,23 +153,17 @@ def settings_from(args: argparse.Namespace) -> Fp8Settings | None:
         args.fp8_linear_recipe,
         backend=args.fp8_gemm_backend or "torch",
         gather=args.fp8_tp_gather or "fp8",
-        reduce_scatter=args.fp8_tp_reduce_scatter or "bf16",
     )
-
-
-def _talk(args: argparse.Namespace) -> dict[str, str | None]:
-    return {"--fp8-tp-gather": args.fp8_tp_gather, "--fp8-tp-reduce-scatter": args.fp8_tp_reduce_scatter}
 
 
 def _take_over(args: argparse.Namespace) -> None:
     """Hand the linears over to fp8_ds, and refuse flags that do not go with it."""
-    if not (args.sequence_parallel and args.tensor_model_parallel_size > 1):
-        for flag, value in _talk(args).items():
-            if value is not None:
-                raise ConfigError(
-                    f"{flag}: expected it left out without --sequence-parallel over two or more ranks of "
-                    f"--tensor-model-parallel-size, got {value}. All-reduces are in bf16: remove it, or add both."
-                )
+    is_sequence_parallel = args.sequence_parallel and args.tensor_model_parallel_size > 1
+    if args.fp8_tp_gather is not None and not is_sequence_parallel:
+        raise ConfigError(
+            "--fp8-tp-gather: expected it left out without --sequence-parallel over two or more ranks of "
+            f"--tensor-model-parallel-size, got {args.fp8_tp_gather}. All-reduces are in bf16: remove it, or add both."
+        )
     for name, reason in _OF_ENGINES_FP8.items():
         if getattr(args, name, False):
             flag = "--fp8-param-gather" if name == "fp8_param" else f"--{name.replace('_', '-')}"
@@ -264,7 +257,7 @@ def _check_engine_fp8(args: argparse.Namespace) -> None:
             f"--fp8-recipe: expected --fp8-format {' or '.join(GRAD_DTYPES)} and --transformer-impl local with "
             f"{args.fp8_recipe}, got {args.fp8} and {args.transformer_impl}. It is computed by fp8_ds: pass both."
         )
-    for flag, value in {"--fp8-gemm-backend": args.fp8_gemm_backend, **_talk(args)}.items():
+    for flag, value in (("--fp8-gemm-backend", args.fp8_gemm_backend), ("--fp8-tp-gather", args.fp8_tp_gather)):
         if value is not None:
             raise ConfigError(
                 f"{flag}: expected it left out without FP8 linears of fp8_ds, got {value}. Remove it, or pass "

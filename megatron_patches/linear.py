@@ -216,11 +216,9 @@ class Fp8RowParallelLinear(MegatronFp8Linear, RowParallelLinear):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input_: Tensor) -> Any:
-        """Return (output, bias if it is left to the caller); grad_output and sums travel in FP8 if settings say so."""
+        """Return (output, bias if it is left to the caller); grad_output travels in FP8 if settings say so."""
         # Megatron sets it after it has built a layer, too: --moe-shared-expert-overlap sends on a stream of its own.
-        if self.fp8_recipe is None or self.tp is None or self.explicit_expert_comm:
-            return super().forward(input_)
-        if self.tp_rule is None and self.tp.config.reduce_scatter == "bf16":
+        if self.fp8_recipe is None or self.tp is None or self.tp_rule is None or self.explicit_expert_comm:
             return super().forward(input_)
         self._begin_forward()
         x = Fp8Linear.checked(input_, self.weight)

@@ -58,9 +58,7 @@ class Fp8Settings:
         """Return one context for all layers of a group: its ranks' agreement is checked once."""
         key = (id(group), sequence_parallel)
         if key not in self._contexts or self._contexts[key].group is not group:
-            self._contexts[key] = TensorParallel(
-                group, sequence_parallel, self.tensor_parallel if sequence_parallel else None
-            )
+            self._contexts[key] = TensorParallel(group, sequence_parallel, self.tensor_parallel)
         return self._contexts[key]
 
     def __deepcopy__(self, memo: Any) -> Fp8Settings:
@@ -73,9 +71,8 @@ def settings(
     *,
     backend: str = "torch",
     gather: str = "fp8",
-    reduce_scatter: str = "bf16",
 ) -> Fp8Settings:
-    """Make settings from --fp8-format, --fp8-recipe, --fp8-gemm-backend, --fp8-tp-gather, --fp8-tp-reduce-scatter.
+    """Make settings from --fp8-format, --fp8-recipe, --fp8-gemm-backend and --fp8-tp-gather.
 
     Raises:
         ConfigError: FP8 is off, or values do not go together.
@@ -97,8 +94,7 @@ def settings(
             "multiplies blocks in E4M3 only."
         )
     linear = LinearConfig(recipe=fp8_recipe, grad_dtype=GRAD_DTYPES[fp8_format], backend=backend)  # type: ignore[arg-type]
-    talk = TensorParallelConfig(gather=gather, reduce_scatter=reduce_scatter)  # type: ignore[arg-type]
-    return Fp8Settings(linear, talk)
+    return Fp8Settings(linear, TensorParallelConfig(gather=gather))  # type: ignore[arg-type]
 
 
 _NEEDS_TE = "It needs Transformer Engine: remove the flag."

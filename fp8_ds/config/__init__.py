@@ -187,7 +187,6 @@ class ActivationsConfig(_Block):
 
 class TensorParallelConfig(_Block):
     gather: Literal["fp8", "bf16"] = "fp8"
-    reduce_scatter: Literal["bf16", "fp8"] = "bf16"
 
 
 class ScheduleConfig(_Block):

@@ -35,6 +35,7 @@ REMOVED = {
         '"linear.filter_fqns", or set "guard": {"action": "bf16"}'
     ),
     "fp8.tensor_parallel.chunks": "Remove the key: shards are gathered at once",
+    "fp8.tensor_parallel.reduce_scatter": "Remove the key: sums over ranks travel in bf16, which was faster on NVLink",
     "fp8.tensor_parallel.scales": "Remove the key: each rank scales its shard by its own amax",
     "fp8.guard.saturation": f"Remove the key: the limit is 0.01. {_LISTENER}",
     "fp8.guard.underflow": f"Remove the key: the limit is 0.2. {_LISTENER}",

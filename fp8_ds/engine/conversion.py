@@ -21,7 +21,7 @@ from fp8_ds.errors import ConfigError
 from fp8_ds.nn.fused.search import fuse_producers
 from fp8_ds.nn.plan.convert import apply_plan, revert
 from fp8_ds.nn.plan.plan import ForeignLinears, Plan, make_plan
-from fp8_ds.tp.autotp import autotp_linears, configure_autotp, set_gathers
+from fp8_ds.tp.autotp import autotp_linears, set_gathers
 from fp8_ds.tp.group import device_of
 from fp8_ds.tp.plan import configure as configure_tensor_parallel
 from fp8_ds.zero.stage import Fp8Context
@@ -66,9 +66,7 @@ def convert(engine: Any) -> Fp8Context | None:
         _cast_trainable(module)
     linear = linear_in_training(engine._config._param_dict)
     plan = _agree_on_plan(module, config.linear, config.optimizer.states == "fp8", foreign, device, linear)
-    if is_autotp:
-        configure_autotp(config.tensor_parallel)
-    else:
+    if not is_autotp:
         configure_tensor_parallel(module, config.tensor_parallel, config.linear.recipe)
     history = apply_plan(module, plan, config.linear, device, foreign) if plan.num_converted else None
     weights = {row.weight_name: module.get_parameter(row.weight_name) for row in plan.layers if row.converted}

@@ -26,7 +26,7 @@ from deepspeed.module_inject import layers as ds_layers
 from torch import Tensor, nn
 
 from fp8_ds.config import TensorParallelConfig
-from fp8_ds.errors import ConfigError, UnsupportedError
+from fp8_ds.errors import UnsupportedError
 from fp8_ds.nn.linear.fp8_linear import _LinearFunction
 from fp8_ds.nn.linear.recipe import Recipe, as_matrix, copied_scales
 from fp8_ds.nn.plan.plan import ForeignLinears
@@ -207,16 +207,6 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, _LINEARS) and hasattr(module, "weight")
 
 
-def configure_autotp(config: TensorParallelConfig) -> None:
-    """Raise ConfigError if a key of the "tensor_parallel" block has no effect in a model that AutoTP has sharded."""
-    if config != TensorParallelConfig(gather=config.gather):
-        raise ConfigError(
-            f"fp8.tensor_parallel: expected no key but gather with AutoTP, got {config.model_dump()}. AutoTP has no "
-            "sequence parallelism and all-reduces activations: remove the others, or shard the model by "
-            "fp8_ds.tp.parallelize."
-        )
-
-
 def set_gathers(model: nn.Module, config: TensorParallelConfig) -> str:
     """Make FP8 layers that gather their outputs do it as `config` says from now on.
 
@@ -260,4 +250,4 @@ def as_plain_weights(params: Iterable[Any]) -> Iterator[None]:
                 payload.data = codes
 
 
-__all__ = ["AutoTpFp8Linear", "as_plain_weights", "autotp_linears", "configure_autotp", "set_gathers"]
+__all__ = ["AutoTpFp8Linear", "as_plain_weights", "autotp_linears", "set_gathers"]

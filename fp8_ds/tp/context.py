@@ -62,18 +62,13 @@ class TensorParallel:
         """Make the layers communicate as `config` says; call it before they are converted to FP8.
 
         Raises:
-            ConfigError: `config` is no TensorParallelConfig, or something in it cannot take effect.
+            ConfigError: `config` is no TensorParallelConfig.
         """
         if not isinstance(config, TensorParallelConfig):
             raise ConfigError(
                 f"config: expected a TensorParallelConfig, got {config!r}. Of the keys of a block write "
                 'fp8_ds.config.TensorParallelConfig(gather="bf16"), or leave it out: deepspeed.initialize brings the '
                 "block."
-            )
-        if not self.sequence_parallel and config.reduce_scatter == "fp8":
-            raise ConfigError(
-                'fp8.tensor_parallel.reduce_scatter: expected "bf16" without sequence parallelism, got "fp8". '
-                "Activations are all-reduced then: remove the key, or call parallelize with sequence_parallel=True."
             )
         self.config = config
         self._is_checked = False
@@ -85,9 +80,7 @@ class TensorParallel:
         ZeRO-3 does not allow that: its hooks end graphs at every module and hand modules aliases of their inputs.
         """
         weight = None if self.sharded_weight is None else self.sharded_weight()
-        if weight is not None and hasattr(weight, "ds_id"):
-            return False
-        return self.config.reduce_scatter == "bf16"
+        return not hasattr(weight, "ds_id")
 
     def check_first(self, x: Tensor, *, is_full: bool, is_replicated: bool = False) -> None:
         """Check that ranks bring the same shape, dtype and settings. Collective the first time only.

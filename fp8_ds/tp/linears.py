@@ -258,7 +258,7 @@ class ColumnParallelFp8Linear(ParallelFp8Linear, ColumnParallelLinear):
     """ColumnParallelLinear in FP8; `from_linear` makes it of one.
 
     With sequence parallelism forward all-gathers E4M3 codes and scales: S I bytes and a scale from each other rank (4
-    bytes tensorwise, 4 S rowwise, S I / 32 blockwise). Gradients travel in bf16, or in FP8 by 1.01 bytes for 2.
+    bytes tensorwise, 4 S rowwise, S I / 32 blockwise). Gradients travel in bf16.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -360,8 +360,8 @@ class _RowFunction(torch.autograd.Function):
 class RowParallelFp8Linear(ParallelFp8Linear, RowParallelLinear):
     """RowParallelLinear in FP8; `from_linear` makes it of one.
 
-    With sequence parallelism outputs travel in bf16, or in FP8 by 1.01 bytes for 2, and backward all-gathers
-    grad_output's codes and scales: S O bytes and a scale from each other rank.
+    With sequence parallelism outputs travel in bf16, and backward all-gathers grad_output's codes and scales: S O bytes
+    and a scale from each other rank.
     """
 
     def forward(self, input: Tensor) -> Tensor:

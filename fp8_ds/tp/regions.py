@@ -11,8 +11,8 @@
 Tokens are the leading dims of a tensor, flattened: rank r has tokens [r T / n, (r + 1) T / n), wherever sequences
 begin. A shard is [1, T / n, C].
 
-torch.compile takes all of them into its graphs, and the FP8 layers between them, unless sums travel in FP8: then it
-leaves them as they are, and graphs end at the borders of a block.
+torch.compile takes all of them into its graphs, and the FP8 layers between them; with ZeRO-3 graphs end at the borders
+of a block.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8_ds.comm.reduce_scatter import reduce_scatter_fp8
 from fp8_ds.ops._register import once_differentiable
 from fp8_ds.tp.context import TensorParallel, is_tracing, traced_where_possible
 from fp8_ds.tp.gather import Gathered, Shard
@@ -73,28 +72,19 @@ def own_tokens(tp: TensorParallel, x: Tensor) -> Tensor:
 
 
 def reduced_tokens(tp: TensorParallel, x: Tensor) -> Tensor:
-    """Return own tokens [T / n, C] of the sum over ranks of [..., C].
-
-    In bf16 the backend adds (NCCL and gloo round at every hop). In FP8 each rank's addend is rounded once, to E4M3 with
-    a power of two per 128 elements, travels by all-to-all, and is added exactly.
-    """
+    """Return own tokens [T / n, C] of the sum over ranks of [..., C]; the backend adds (it may round at every hop)."""
     tokens = x.reshape(-1, x.shape[-1]).contiguous()
     if is_tracing():
         own: Tensor = _traced.reduce_scatter_tensor(tokens, "sum", tp.size, tp.group_name)
         return _traced.wait_tensor(own)
-    num_tokens, num_channels = tokens.shape
-    if tp.config.reduce_scatter == "fp8":
-        pieces = [[piece.view(-1)] for piece in tokens.chunk(tp.size)]
-        (own,), _ = reduce_scatter_fp8(tp.group, pieces, x.dtype, 1.0)
-        return own.view(num_tokens // tp.size, num_channels)
-    own = tokens.new_empty((num_tokens // tp.size, num_channels))
+    own = tokens.new_empty((tokens.shape[0] // tp.size, tokens.shape[1]))
     _reduce_scatter(own, tokens, group=tp.group)
     return own
 
 
 def start_reduction(tp: TensorParallel, x: Tensor) -> Callable[[], Tensor]:
     """Start `reduced_tokens` of x, where possible beside what is launched next; the result waits and returns it."""
-    if is_tracing() or tp.config.reduce_scatter == "fp8":
+    if is_tracing():
         reduced = reduced_tokens(tp, x)
         return lambda: reduced
     tokens = x.reshape(-1, x.shape[-1]).contiguous()

@@ -531,10 +531,9 @@ def wrong(stage: int, block: dict[str, Any], by_call: bool, tp_size: int = 2) ->
     [
         (3, {}, False, "UnsupportedError: .*tensor_parallel.autotp_size with zero_optimization.stage: 3"),
         (3, {}, True, "(UnsupportedError: .*tp_model_init|AssertionError: Currently, the compatibility)"),
-        (2, {"tensor_parallel": {"reduce_scatter": "fp8"}}, False, "ConfigError: .*no key but gather with AutoTP"),
         (2, {"linear": {"filter_fqns": ["proj", "lm_head"]}}, False, "ConfigError: .*at least one linear"),
     ],
-    ids=["stage 3", "stage 3 by call", "reduce_scatter", "no linear"],
+    ids=["stage 3", "stage 3 by call", "no linear"],
 )
 def test_what_cannot_take_effect_is_an_error_on_every_rank(
     ranks: Any, stage: int, block: dict[str, Any], by_call: bool, expected: str

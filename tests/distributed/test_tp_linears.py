@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from typing import Any
@@ -206,7 +205,7 @@ def test_a_shard_of_zeros_hurts_nobody_and_one_that_is_not_finite_is_seen_by_all
         assert found["nan"] == found["infinity"] == [True, False, False]
 
 
-WAYS: list[dict[str, Any]] = [{}, {"reduce_scatter": "fp8"}, {"gather": "bf16"}]
+WAYS: list[dict[str, Any]] = [{}, {"gather": "bf16"}]
 
 
 def broken(name: str, way: dict[str, Any]) -> list[tuple[str, str, float, bool]]:
@@ -316,37 +315,6 @@ def test_in_bf16_two_bytes_an_element_travel_both_ways(ranks: Any) -> None:
     column, row = (ranks(2).run(traffic, kind, "tensorwise", gather="bf16")[0] for kind in KINDS)
     assert column["forward"] == ({"all_gather": 1}, {"all_gather": 2 * T * IN})
     assert row["backward"] == ({"all_gather": 1}, {"all_gather": 2 * T * OUT})
-
-
-# --- FP8 reduce-scatter ---
-
-
-def fp8_reduction(world: int) -> dict[str, float]:
-    """SQNR of what is reduced in FP8 against bf16, of each kind."""
-    x, grad = normal(torch.bfloat16)
-    layer = tpar.linear(OUT, IN, torch.bfloat16, bias=False)
-    found = {}
-    for kind, key in (("row", "output"), ("column", "grad_input")):
-        make, run = tpar.RUN[kind]
-        exact = run(make(copy.deepcopy(layer).float(), tpar.context(), "tensorwise"), x.float(), grad.float())
-        for dtype in ("bf16", "fp8"):
-            reduced = run(make(layer, tpar.context(reduce_scatter=dtype), "tensorwise"), x, grad)
-            found[f"{key} {dtype}"] = sqnr_db(exact[key], reduced[key])
-    return found
-
-
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_a_reduce_scatter_in_fp8_keeps_31_db_and_is_one_all_to_all_of_a_byte(ranks: Any, world_size: int) -> None:
-    for found in ranks(world_size).run(fp8_reduction, world_size):
-        print(found)
-        for key in ("output", "grad_input"):
-            assert found[f"{key} fp8"] > 31.0, found
-            assert found[f"{key} bf16"] > 45.0, found
-    for kind, direction, cols in (("row", "forward", OUT), ("column", "backward", IN)):
-        for found in ranks(world_size).run(traffic, kind, "tensorwise", reduce_scatter="fp8"):
-            calls, num_bytes = found[direction]
-            assert calls == {"all_to_all": 1}
-            assert num_bytes["all_to_all"] == pytest.approx(T * cols * (1 + 1 / 128), rel=1e-3)
 
 
 # --- gather in bf16 ---

@@ -289,11 +289,10 @@ def default_run(ranks: Any) -> dict[str, Any]:
         {"linear": {"recipe": "rowwise"}, "activations": {"fused": True}},
         {"activations": {"fused": True, "nonlinear": "fp8"}},
         {"linear": {"filter_fqns": ["lm_head", "v_proj"]}},
-        {"tensor_parallel": {"reduce_scatter": "fp8"}},
         {"linear": {"recipe": "blockwise", "backend": "reference"}},
         {"linear": {"recipe": "delayed"}, "tensor_parallel": {"gather": "bf16"}},
     ],
-    ids=["rowwise-fused", "fused", "a bf16 layer among them", "fp8 reduce-scatter", "blockwise", "delayed"],
+    ids=["rowwise-fused", "fused", "a bf16 layer among them", "blockwise", "delayed"],
 )
 def test_every_way_to_quantise_and_to_talk_trains(ranks: Any, default_run: Any, block: dict[str, Any]) -> None:
     other = ranks(2).run(trained, 2, block, 2, 4)[0]
@@ -489,9 +488,6 @@ def wrong(case: str) -> str:
         model.model.model.layers[0].mlp.up_proj = nn.Linear(64, 191, bias=False)
     elif case == "heads":
         model.model.model.layers[1].self_attn.head_dim = 16
-    elif case == "no sequence parallelism":
-        config = TensorParallelConfig(reduce_scatter="fp8")
-        return message(lambda: parallelize(model, LLAMA, tp_group, sequence_parallel=False, config=config))
     elif case == "names":
         model = nn.Sequential(nn.Linear(8, 8))
     options: dict[str, Any] = {"config": {"gather": "bf16"}} if case == "a block that is a dict" else {}
@@ -513,7 +509,6 @@ def wrong(case: str) -> str:
         ("features", "layers.0.mlp.up_proj: (191, 64), 191 features"),
         ("heads", "layers.1.self_attn.k_proj: (32, 64), 2 heads of 16"),
         ("names", "plan: expected a module named"),
-        ("no sequence parallelism", "without sequence parallelism"),
         ("a block that is a dict", "config: expected a TensorParallelConfig, got {'gather': 'bf16'}"),
     ],
 )

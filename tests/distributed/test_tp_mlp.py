@@ -85,7 +85,6 @@ def as_linears(settings: dict[str, Any], frozen: tuple[str, ...]) -> None:
     [
         (2, {}, ()),
         (4, {"bias": False}, ()),
-        (2, {"reduce_scatter": "fp8"}, ()),
         (2, {}, ("gate_proj.weight",)),
         (2, {}, ("up_proj.weight", "down_proj.weight", "up_proj.bias")),
         (2, {}, tuple(f"{name}.weight" for name in NAMES)),

@@ -12,7 +12,7 @@ import pytest
 
 from fp8_ds.nn.fused.search import linears_that_read
 
-OURS = ("ours", "ours-fp8-reduce", "ours-rowwise")
+OURS = ("ours", "ours-rowwise")
 
 
 def test_hidden_is_what_runs_under_other_kernels(bench: Any) -> None:

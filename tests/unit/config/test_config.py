@@ -36,7 +36,7 @@ def test_enabled_alone_is_the_pinned_setting() -> None:
             "nonlinear": "bf16",
             "cross_entropy_chunk_mem_const": None,
         },
-        "tensor_parallel": {"gather": "fp8", "reduce_scatter": "bf16"},
+        "tensor_parallel": {"gather": "fp8"},
         "attention": {"backend": None, "hadamard": False},
         "schedule": {
             "bf16_until_step": 0,
@@ -57,7 +57,7 @@ def test_a_full_block_of_json_is_accepted() -> None:
                "optimizer": {"states": "fp8", "master": "e4m11", "release": true, "release_clipping": "delayed_norm",
                              "seed": 4294967295},
                "activations": {"fused": true, "nonlinear": "fp8", "cross_entropy_chunk_mem_const": 8},
-               "tensor_parallel": {"gather": "fp8", "reduce_scatter": "fp8"},
+               "tensor_parallel": {"gather": "bf16"},
                "attention": {"backend": "fa3_fp8", "hadamard": true},
                "schedule": {"bf16_until_step": 100, "bf16_last_fraction": 0.1,
                             "total_steps": 1000, "layers": {"layers.0.": "bf16"}},
@@ -71,7 +71,7 @@ def test_a_full_block_of_json_is_accepted() -> None:
     assert (config.optimizer.states, config.optimizer.master, config.optimizer.release) == ("fp8", "e4m11", True)
     assert (config.activations.fused, config.activations.nonlinear) == (True, "fp8")
     assert config.activations.cross_entropy_chunk_mem_const == 8
-    assert config.tensor_parallel.reduce_scatter == "fp8"
+    assert config.tensor_parallel.gather == "bf16"
     assert (config.schedule.bf16_last_fraction, config.schedule.layers) == (0.1, {"layers.0.": "bf16"})
     assert (config.monitor.every, config.monitor.sink) == (50, "runs/health.jsonl")
 

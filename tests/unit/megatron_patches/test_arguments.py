@@ -88,9 +88,9 @@ def test_local_layers_take_the_recipe(recipe: str) -> None:
 
 
 def test_how_activations_travel() -> None:
-    found = arguments.settings_from(digest(*FP8, *SP, "--fp8-tp-gather", "bf16", "--fp8-tp-reduce-scatter", "fp8"))
+    found = arguments.settings_from(digest(*FP8, *SP, "--fp8-tp-gather", "bf16"))
     assert found is not None
-    assert (found.tensor_parallel.gather, found.tensor_parallel.reduce_scatter) == ("bf16", "fp8")
+    assert found.tensor_parallel.gather == "bf16"
 
 
 def test_only_plain_values_reach_megatrons_checkpoints() -> None:
@@ -115,7 +115,6 @@ def test_only_plain_values_reach_megatrons_checkpoints() -> None:
         ),
         ([*FP8, "--fp8-tp-gather", "bf16"], ConfigError, r"without --sequence-parallel"),
         ([*FP8, SP[-1], "--fp8-tp-gather", "bf16"], ConfigError, r"two or more ranks of --tensor-model-parallel-size"),
-        ([*FP8, "--fp8-tp-reduce-scatter", "fp8"], ConfigError, r"without --sequence-parallel"),
         ([*SP, "--fp8-tp-gather", "fp8"], ConfigError, r"without FP8 linears"),
         (["--fp8-gemm-backend", "reference"], ConfigError, r"--fp8-gemm-backend: expected it left out"),
         ([*FP8, "--fp8-param-gather"], UnsupportedError, r"--fp8-param-gather: expected off"),
