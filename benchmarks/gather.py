@@ -92,7 +92,7 @@ def zero3_gathers(device: torch.device, sizes: Sequence[int]) -> Iterator[tuple[
         os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
-    from fp8_ds.comm.counter import ByteCounter
+    from fp8_ds.comm.collectives import ByteCounter
     from fp8_ds.nn.linear.payload import OF_RECIPE
     from fp8_ds.numerics.formats import E4M3
     from fp8_ds.zero.param_hooks import ZeroParamHooks

@@ -12,9 +12,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from train import parse_args, train
 
-from fp8_ds.comm.counter import count_collectives
+
+class GatheredBytes(TorchDispatchMode):
+    """While active, count the bytes that gathers, DeepSpeed's own included, deliver to this rank."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Broadcasts stand in for uneven gathers. The first argument is what this rank receives.
+        if func._schema.name.startswith(("c10d::allgather", "c10d::_allgather", "c10d::broadcast")):
+            self.num_bytes += sum(x.nbytes for x in tree_leaves(args[:1]) if isinstance(x, torch.Tensor))
+        return func(*args, **(kwargs or {}))
 
 
 def resident_weight_bytes(engine: Any) -> int:
@@ -36,9 +48,9 @@ def main() -> None:
 
     @contextlib.contextmanager
     def measure(engine: Any) -> Iterator[None]:
-        with count_collectives() as count:
+        with GatheredBytes() as gathered:
             yield
-        report["gathered_bytes"] = count.gather_bytes
+        report["gathered_bytes"] = gathered.num_bytes
         report["resident_weight_bytes"] = resident_weight_bytes(engine)
 
     engine = train(args, around_last_step=measure)

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 KINDS = ("input", "weight", "grad_output")
-STATISTICS = ("underflow", "saturation", "amax", "scale", "scale_age")
+STATISTICS = ("underflow", "saturation", "amax", "scale")
 
 
 def read_reports(path: Path) -> list[dict[str, Any]]:

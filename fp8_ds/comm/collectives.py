@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -123,6 +124,31 @@ def _check(wholes: Sequence[Tensor], owns: Sequence[Tensor], group: dist.Process
     num_ranks = group.size()
     for whole, own in zip(wholes, owns, strict=True):
         assert whole.numel() == num_ranks * own.numel() and whole.is_contiguous() and own.is_contiguous()
+
+
+@dataclass
+class ByteCounter:
+    """Bytes that our gathers delivered to this rank in the current step, its own share included.
+
+    `fp8` counts weight bytes, `hp` those of the bf16 side channel. `reduced` counts the bytes that this rank handed to
+    FP8 reduce-scatters in all micro-batches, its own share included; a skipped step's count with the next step's.
+    `last` holds the counts of the finished step.
+    """
+
+    fp8: int = 0
+    hp: int = 0
+    reduced: int = 0
+    num_amax_reduces: int = 0
+    last: ByteCounter | None = None
+
+    @property
+    def total(self) -> int:
+        return self.fp8 + self.hp
+
+    def end_step(self) -> None:
+        """Move the counts to `last` and start from zero."""
+        self.last = ByteCounter(self.fp8, self.hp, self.reduced, self.num_amax_reduces)
+        self.fp8 = self.hp = self.reduced = self.num_amax_reduces = 0
 
 
 class HostCopy:

@@ -18,7 +18,6 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed.checkpoint.constants import CAT_DIM, PARAM, UNIVERSAL_CHECKPOINT_INFO, VOCAB_TENSOR
 from deepspeed.runtime.pipe.module import PipelineModule
-from torch.nn import Module
 
 from fp8_ds.checkpoint import folders
 from fp8_ds.checkpoint.contents import read_data, read_structure
@@ -327,7 +326,9 @@ def misfits(engine: Any, path: Path, with_optimizer: bool) -> list[str]:
     if not (model_files := engine._get_all_ckpt_names(str(path.parent), path.name)):
         stage = int(engine.zero_optimization_stage())
         return [f"a model file of this ZeRO stage is missing in {path} ({_in_form_of(path, stage)}, if it is whole)"]
-    if _lacks_info(engine.module, Path(model_files[0])):
+    is_whole = all(tp.size == 1 for tp in contexts_of(engine.module))
+    # DeepSpeed would split all weights along dim 0, without an error where they are sharded along their input.
+    if not is_whole and UNIVERSAL_CHECKPOINT_INFO not in read_structure(Path(model_files[0])):
         return [
             f"{path} of a whole model, which does not say how fp8_ds.tp.parallelize shards its weights (load it "
             "without, or start the TP-sharded model from the weights themselves)"
@@ -341,16 +342,6 @@ def misfits(engine: Any, path: Path, with_optimizer: bool) -> list[str]:
     if missing := [f"{file} is missing" for file in wanted if not file.is_file()]:
         return missing
     return [other] if (other := other_universal(engine, path, Path(model_files[0]))) else []
-
-
-def _lacks_info(module: Module, model_file: Path) -> bool:
-    """Whether `module` is TP-sharded, and the universal checkpoint with this model file does not say how.
-
-    DeepSpeed would split all weights along dim 0, without an error where they are sharded along their input. Raises a
-    CheckpointError if the file holds more than data.
-    """
-    is_whole = all(tp.size == 1 for tp in contexts_of(module))
-    return not is_whole and UNIVERSAL_CHECKPOINT_INFO not in read_structure(model_file)
 
 
 def other_universal(engine: Any, path: Path, model_file: Path) -> str:

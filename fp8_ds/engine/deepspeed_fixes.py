@@ -22,7 +22,6 @@ import inspect
 import itertools
 import sys
 import weakref
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -336,14 +335,28 @@ class GradientsOutOfGraphs:
     """
 
     @functools.cached_property
-    def _fp8_own_gradients(self) -> OwnGradients:
-        return OwnGradients()
+    def _fp8_own_gradients(self) -> dict[int, weakref.ref[Tensor]]:
+        """Gradients copied when this last ran, by id: each is copied once."""
+        return {}
 
     def backward_epilogue(self: Any, *args: Any, **kwargs: Any) -> None:
         super().backward_epilogue(*args, **kwargs)  # type: ignore[misc]
-        if are_replayed():
-            params = itertools.chain.from_iterable(self.bit16_groups)
-            self._fp8_own_gradients.take_over(self.all_grad_tensors.values(), params)
+        if not are_replayed():
+            return
+        known, self._fp8_own_gradients = self._fp8_own_gradients, {}
+
+        def own(grad: Tensor) -> Tensor:
+            if (before := known.get(id(grad))) is None or before() is not grad:
+                grad = grad.clone()
+            self._fp8_own_gradients[id(grad)] = weakref.ref(grad)
+            return grad
+
+        for gradients in self.all_grad_tensors.values():
+            for number, grad in enumerate(gradients or ()):
+                gradients[number] = own(grad)  # one at a time: each frees the one before
+        for p in itertools.chain.from_iterable(self.bit16_groups):
+            if p.grad is not None:
+                p.grad = own(p.grad)
 
 
 def are_replayed() -> bool:
@@ -355,28 +368,3 @@ def are_replayed() -> bool:
     if trees is None or not torch.cuda.is_initialized():
         return False
     return trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False) is not None
-
-
-class OwnGradients:
-    """Gradients kept from one backward to the next, out of the memory of CUDA graphs, each copied once."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, weakref.ref[Tensor]] = {}
-
-    def take_over(self, lists: Iterable[list[Tensor] | None], params: Iterable[Any]) -> None:
-        """Copy the entries of `lists`, and `grad` of `params`, unless they were copied when this last ran."""
-        known, self._known = self._known, {}
-
-        def own(grad: Tensor) -> Tensor:
-            before = known.get(id(grad))
-            if before is None or before() is not grad:
-                grad = grad.clone()
-            self._known[id(grad)] = weakref.ref(grad)
-            return grad
-
-        for gradients in lists:
-            for number, grad in enumerate(gradients or ()):
-                gradients[number] = own(grad)  # type: ignore[index]  # one at a time: each frees the one before
-        for p in params:
-            if p.grad is not None:
-                p.grad = own(p.grad)

@@ -21,7 +21,7 @@ from fp8_ds.engine.rank_agreement import refuse_other_order
 from fp8_ds.engine.ranks import say
 from fp8_ds.engine.step_callbacks import StepCallbacks
 from fp8_ds.errors import ConfigError
-from fp8_ds.monitor.health import HealthMonitor, Listener
+from fp8_ds.monitor.health import Listener
 from fp8_ds.nn.linear.fp8_linear import Fp8Linear, full_shape
 from fp8_ds.nn.linear.parameter import keep_values_in_hooks
 from fp8_ds.nn.moe.experts import WEIGHTS, Fp8Experts
@@ -140,11 +140,6 @@ class Fp8Engine(Fp8Checkpoints):
         layers: list[str] = self._fp8_step_callbacks.set_layer_precision(names, precision)
         return layers
 
-    @property
-    def _fp8_health(self: Any) -> HealthMonitor | None:
-        callbacks = self._fp8_step_callbacks
-        return None if callbacks is None else callbacks.monitor
-
     def add_fp8_listener(self: Any, listener: Listener) -> RemovableHandle:
         """Call `listener` with a `Report` of each sampled step, one step later, until the handle's `remove()`.
 
@@ -157,12 +152,14 @@ class Fp8Engine(Fp8Checkpoints):
         Raises:
             ConfigError: neither monitor nor guard is on, or the listener has been added already.
         """
-        if (health := self._fp8_health) is None:
+        monitor = None if self._fp8_step_callbacks is None else self._fp8_step_callbacks.monitor
+        if monitor is None:
             raise ConfigError(
                 "add_fp8_listener: expected an engine with layers in FP8 and fp8.monitor or fp8.guard on, got neither "
                 'of the two. Set "monitor": {"every": 100} and its "sink", which may be "/dev/null".'
             )
-        return health.listen(listener)
+        handle: RemovableHandle = monitor.listen(listener)
+        return handle
 
     def fp8_report(self: Any) -> dict[str, Any]:
         """Report the state and traffic of FP8 in this engine, on this rank.

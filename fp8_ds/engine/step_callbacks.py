@@ -21,12 +21,13 @@ from fp8_ds.engine.ranks import say, warn
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.monitor.guard import EVERY as GUARD_EVERY
 from fp8_ds.monitor.guard import Guard, Problems
-from fp8_ds.monitor.health import GatherTimer, Gauge, HealthMonitor, Listener, SkippedStep
+from fp8_ds.monitor.health import HealthMonitor, Listener
 from fp8_ds.monitor.scale_check import ScaleCheck
 from fp8_ds.monitor.sinks import STEP_SKIPPED, Change, DeepSpeedEvents, JsonLines
 from fp8_ds.monitor.statistics import Observers, StatisticsTable
 from fp8_ds.nn.plan.convert import INPUT_SLOTS, fp8_layers
 from fp8_ds.numerics.scale import AmaxHistory
+from fp8_ds.zero.states import Fp8States
 
 _NUM_SKIPPED = 3
 """Steps skipped in a row that are worth a line; now and then one is skipped in a healthy run."""
@@ -219,12 +220,6 @@ def health_monitor(engine: Any, every: int, sinks: Sequence[str], warn: Say) -> 
     group = optimizer.dp_process_group
     found = fp8_layers(engine.module)
     table = StatisticsTable(tuple(found), engine.device, group)
-    if (shards := getattr(optimizer, "_fp8_shards", None)) is None:
-        gauges: list[Gauge] = [GatherTimer(optimizer, "_fp8_gather_all", waits=False)]
-    else:
-        gauges = [GatherTimer(shards, "gather", waits=True)]
-    if context.config.optimizer.states == "fp8":
-        gauges.append(SkippedStep(lambda: optimizer.fp8_flag.last))
     sizes = {row.fqn: row.numel for row in context.plan.layers}
 
     def facts() -> dict[str, float | None]:
@@ -240,7 +235,10 @@ def health_monitor(engine: Any, every: int, sinks: Sequence[str], warn: Say) -> 
             "gathered_fp8_bytes": None if last is None else last.fp8,
         }
 
-    health = HealthMonitor(every, table, Observers(found, table, engine.module), gauges, facts, warn)
+    def skip_flag() -> Tensor | None:
+        return optimizer.fp8_flag.last if isinstance(optimizer, Fp8States) else None
+
+    health = HealthMonitor(every, table, Observers(found, table, engine.module), facts, skip_flag, warn)
     for sink in sinks:
         health.sinks.extend(_listener(engine, sink, group))
     return health

@@ -40,27 +40,21 @@ class Report:
         step: optimizer steps taken when it ended (1 after the first).
         samples: DeepSpeed's count of samples then, the x axis of its monitors.
         layers: what was quantised; layers in bf16 are missing.
-        ages: steps since the scale was last seen to change, by layer and kind; seen only in sampled steps. None: it
-            has no scale in this one.
         numbers: by name: coverage, layers_in_bf16, skipped_steps, step_skipped (1 or 0), gathered_bytes,
-            gathered_fp8_bytes, gather_ms. None: not known.
+            gathered_fp8_bytes. None: not known.
         changes: by the guard, since the report before.
     """
 
     step: int
     samples: int
     layers: LayerStatistics
-    ages: dict[tuple[str, str], int | None]
     numbers: dict[str, float | None] = field(default_factory=dict)
     changes: Sequence[Change] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return builtin types; what is infinite or NaN is null. "guard" is there if it changed something."""
         layers = {
-            name: {
-                kind: {**{k: _finite_or_none(v) for k, v in asdict(one).items()}, "scale_age": self.ages[name, kind]}
-                for kind, one in kinds.items()
-            }
+            name: {kind: {k: _finite_or_none(v) for k, v in asdict(one).items()} for kind, one in kinds.items()}
             for name, kinds in self.layers.items()
         }
         numbers = {key: _finite_or_none(value) for key, value in self.numbers.items()}
@@ -76,11 +70,8 @@ class Report:
             yield f"fp8/{change.layer}/sent_to_bf16", 1.0, self.samples
         for name, kinds in self.layers.items():
             for kind, one in kinds.items():
-                prefix = f"fp8/{name}/{kind}"
                 for key in ("amax", "scale", "saturation", "underflow"):
-                    yield f"{prefix}/{key}", float(getattr(one, key)), self.samples
-                age = self.ages[name, kind]
-                yield f"{prefix}/scale_age", math.nan if age is None else float(age), self.samples
+                    yield f"fp8/{name}/{kind}/{key}", float(getattr(one, key)), self.samples
 
 
 def _finite_or_none(value: float | None) -> float | None:

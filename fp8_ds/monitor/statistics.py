@@ -90,7 +90,6 @@ class StatisticsTable:
         self._counts = new_counts(len(self.names), len(KINDS), device=device)
         self._maxima = torch.tensor(MAXIMA, device=device)
         self._host = HostCopy(self._counts)
-        self._is_sent = False
 
     def slot(self, index: int, kind: Kind) -> Tensor:
         """Return float64 [NUM_COUNTS], which `observe_codes` counts layer `index` into, for the life of this object."""
@@ -110,17 +109,13 @@ class StatisticsTable:
             self._counts.index_copy_(-1, self._maxima, maxima)
         self._host.send(self._counts)
         self._counts.zero_()
-        self._is_sent = True
 
     def discard(self) -> None:
         """Zero the counts, so that nobody gets them."""
         self._counts.zero_()
 
-    def receive(self) -> LayerStatistics | None:
-        """Return what was last sent, once; None: nothing. Wait for that copy, which is long done an interval later."""
-        if not self._is_sent:
-            return None
-        self._is_sent = False
+    def receive(self) -> LayerStatistics:
+        """Return what was last sent. Wait for that copy, which is long done an interval later."""
         found: LayerStatistics = {}
         for name, row in zip(self.names, self._host.read(), strict=True):
             of_layer = {kind: from_counts(counts) for kind, counts in zip(KINDS, row, strict=True)}

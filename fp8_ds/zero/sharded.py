@@ -14,8 +14,7 @@ from deepspeed.utils import z3_leaf_module
 from torch import Tensor, nn
 
 from fp8_ds.comm import collectives
-from fp8_ds.comm.collectives import max_reduce
-from fp8_ds.comm.counter import ByteCounter
+from fp8_ds.comm.collectives import ByteCounter, max_reduce
 from fp8_ds.nn.linear.parameter import Fp8Parameter
 from fp8_ds.nn.linear.payload import Fp8Payload
 from fp8_ds.numerics.formats import E4M3

@@ -15,7 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from torch import nn
 
-from fp8_ds.comm.counter import ByteCounter
+from fp8_ds.comm.collectives import ByteCounter
 from fp8_ds.config import Fp8Config
 from fp8_ds.nn.linear.payload import OF_RECIPE, TENSOR, Granularity
 from fp8_ds.nn.plan.plan import Plan

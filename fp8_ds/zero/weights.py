@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8_ds.comm.collectives import max_reduce
-from fp8_ds.comm.counter import ByteCounter
+from fp8_ds.comm.collectives import ByteCounter, max_reduce
 from fp8_ds.nn.linear.payload import TENSOR, Granularity
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.numerics.masters import MasterFormat, encode

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import training
+from support.collectives import count_collectives
 from support.inputs import many_scales
 from torch import Tensor, nn
 
-from fp8_ds.comm.counter import count_collectives
 from fp8_ds.config import LinearConfig, TensorParallelConfig
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.nn.linear.fp8_linear import Fp8Linear

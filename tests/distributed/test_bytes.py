@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import training
+from support.collectives import count_collectives
 
 from fp8_ds.comm import collectives
-from fp8_ds.comm.counter import count_collectives
 
 pytestmark = pytest.mark.distributed
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import training
+from support.collectives import count_collectives
 
 from fp8_ds.comm import collectives
-from fp8_ds.comm.counter import count_collectives
 from fp8_ds.comm.reduce_scatter import reduce_scatter_shares
 from fp8_ds.engine import deepspeed_fixes
 from fp8_ds.engine.deepspeed_fixes import gradient_buffer

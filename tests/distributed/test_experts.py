@@ -155,7 +155,7 @@ def test_a_model_made_in_shards_and_gathered_by_layers_trains_alike(ranks: Any) 
 
 def gathered(stage: int, fp8: dict[str, Any] | None) -> dict[str, Any]:
     """Elements of each dtype that the third step's gathers moved on this rank, and those of all weights."""
-    from fp8_ds.comm.counter import count_collectives
+    from support.collectives import count_collectives
 
     engine = build(stage, fp8)
     training.train(engine, 2)

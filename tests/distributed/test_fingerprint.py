@@ -179,7 +179,8 @@ def test_what_most_ranks_have_is_the_measure(ranks: Any) -> None:
 
 def num_collectives() -> dict[str, int]:
     """Of an exchange between ranks that agree."""
-    from fp8_ds.comm.counter import count_collectives
+    from support.collectives import count_collectives
+
     from fp8_ds.config import Fp8Config
     from fp8_ds.engine.rank_agreement import start_alike, start_of_rank
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.collectives import count_collectives
 
 from fp8_ds.comm.collectives import max_reduce
-from fp8_ds.comm.counter import count_collectives
 from fp8_ds.comm.gather import gather_method, gather_runs, gathered_bytes
 from fp8_ds.comm.layout import ShardRange
 

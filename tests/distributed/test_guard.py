@@ -65,7 +65,7 @@ def watched(folder: str, stage: int, action: str, save_at: int) -> dict[str, Any
             one = training.build(training.ds_config(stage, fp8), base.MODEL, seed)
             one.module.blocks[1].up.register_forward_pre_hook(outlier)
             reports: list[Any] = []
-            one._fp8_health.sinks.append(lambda report: reports.append(report.to_json()))
+            one._fp8_step_callbacks.monitor.sinks.append(lambda report: reports.append(report.to_json()))
             return one, reports
 
         def go_on(one: Any) -> list[tuple[float, list[str]]]:
@@ -89,7 +89,7 @@ def watched(folder: str, stage: int, action: str, save_at: int) -> dict[str, Any
         result["resumed"] = steps, reports, said[num_said:]
     for _, found, lines in result.values():
         for report in found:
-            for key in ("gather_ms", "gathered_bytes", "gathered_fp8_bytes"):  # in stage 3 a save gathers, too
+            for key in ("gathered_bytes", "gathered_fp8_bytes"):  # in stage 3 a save gathers, too
                 report.pop(key)
         lines[:] = [line for line in lines if "guard, step" in line]
     return result
@@ -183,7 +183,7 @@ def sent(folder: str, stage: int, more: dict[str, Any], by: str) -> dict[str, An
     }
     one = training.build(training.ds_config(stage, fp8), base.MODEL)
     reports: list[Any] = []
-    one._fp8_health.sinks.append(lambda report: reports.append(report.to_json()))
+    one._fp8_step_callbacks.monitor.sinks.append(lambda report: reports.append(report.to_json()))
 
     def judge(report: Any) -> None:  # of docs/monitor.md, with another limit
         names = [name for name, kinds in report.layers.items() if any(one.underflow > 0.4 for one in kinds.values())]

@@ -14,10 +14,10 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip
 import megatron_training as mt
 import torch
 from megatron_training import Layout
+from support.collectives import count_collectives
 from support.ranks import RankError, RankPool
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8_ds.comm.counter import count_collectives
 from fp8_ds.testing import sqnr_db
 
 pytestmark = pytest.mark.distributed

@@ -237,7 +237,8 @@ def test_first_masters_are_the_numbers_that_were_drawn(ranks: Any, master: str) 
 
 def gathers(master: str | None) -> tuple[Any, int, int]:
     """What health says that an update gathers, what one has gathered, and elements of FP8 weights."""
-    from fp8_ds.comm.counter import count_collectives
+    from support.collectives import count_collectives
+
     from megatron_patches.health import weight_gathers
 
     layout = base.bf16(True)

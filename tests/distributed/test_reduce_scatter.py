@@ -10,11 +10,11 @@ import test_zero
 import torch
 import torch.distributed as dist
 import training
+from support.collectives import count_collectives
 from support.inputs import many_scales
 from torch import Tensor
 
 from fp8_ds.comm import reduce_scatter as module
-from fp8_ds.comm.counter import count_collectives
 from fp8_ds.comm.reduce_scatter import (
     GROUP,
     block_bytes,

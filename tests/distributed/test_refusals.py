@@ -32,9 +32,9 @@ def configured(change: dict[str, Any]) -> dict[str, Any]:
 def refused(config: dict[str, Any], model: nn.Module) -> tuple[str, str, int]:
     """(error, message, collectives issued until then)."""
     import deepspeed
+    from support.collectives import count_collectives
 
     import fp8_ds
-    from fp8_ds.comm.counter import count_collectives
 
     with count_collectives() as count:
         try:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import tensor_parallel as tpar
 import torch
+from support.collectives import count_collectives
 from support.inputs import many_scales
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8_ds.comm.counter import count_collectives
 from fp8_ds.config import LinearConfig
 from fp8_ds.testing import assert_bitwise, sqnr_db
 

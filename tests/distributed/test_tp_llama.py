@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import training
+from support.collectives import count_collectives
 from support.ranks import RankError
 from torch import Tensor, nn
 
-from fp8_ds.comm.counter import count_collectives
 from fp8_ds.config import LinearConfig, TensorParallelConfig
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.nn.plan.convert import apply_plan

@@ -14,10 +14,10 @@ import test_tp_llama as base
 import torch
 import torch.distributed as dist
 import training
+from support.collectives import count_collectives
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8_ds.comm.counter import count_collectives
 from fp8_ds.config import ActivationsConfig, TensorParallelConfig
 from fp8_ds.nn.fused.search import fuse_producers
 from fp8_ds.testing import assert_bitwise, sqnr_db

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import training
+from support.collectives import count_collectives
 from torch import Tensor, nn
 
-from fp8_ds.comm.counter import count_collectives
 from fp8_ds.errors import ConfigError
 from fp8_ds.numerics.formats import E5M2
 from fp8_ds.testing import assert_bitwise, sqnr_db

@@ -163,7 +163,7 @@ def late_flag() -> Any:
 def losses_and_report(engine: Any, is_compiled: bool) -> tuple[list[float], dict[str, Any]]:
     """Of four steps of an engine with a monitor, and its last report; the engine is destroyed."""
     reports: list[dict[str, Any]] = []
-    engine._fp8_health.sinks.append(lambda report: reports.append(report.to_json()))
+    engine._fp8_step_callbacks.monitor.sinks.append(lambda report: reports.append(report.to_json()))
     if is_compiled:
         torch._dynamo.reset()
         engine.compile(backend="aot_eager")

@@ -302,12 +302,11 @@ def reports(path: Path) -> Path:
         (20, {"a": {"input": bad}}),
         (20, {"a": {"grad_output": good}}),
     ):
-        ages = {(name, kind): 0 for name, kinds in layers.items() for kind in kinds}
-        JsonLines(path)(Report(step, step, layers, ages))  # type: ignore[arg-type]
+        JsonLines(path)(Report(step, step, layers))  # type: ignore[arg-type]
     return path
 
 
-@pytest.mark.parametrize("statistic", ["underflow", "saturation", "amax", "scale", "scale_age"])
+@pytest.mark.parametrize("statistic", ["underflow", "saturation", "amax", "scale"])
 def test_a_heat_map_of_each_statistic_shows_what_was_not_finite(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statistic: str
 ) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.properties import settled
 
-from fp8_ds.comm.counter import ByteCounter
+from fp8_ds.comm.collectives import ByteCounter
 from fp8_ds.comm.gather import equal_parts, gather_method, gathered_bytes
 from fp8_ds.comm.layout import ShardRange
 

@@ -23,7 +23,7 @@ def guard(
 
 
 def report(layers: LayerStatistics, step: int = 1) -> Report:
-    return Report(step, step, layers, {})
+    return Report(step, step, layers)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_step_that_was_skipped_is_not_judged_and_changes_nothing_of_what_was_n
     bad = {name: {"grad_output": tensor(saturation=1.0)} for name in ("a", "b")}
     watch(report({"c": {"input": tensor(underflow=0.5)}}, 1))
     for step, skipped in ((2, 1.0), (3, 0.0)):
-        watch(Report(step, step, bad, {}, {STEP_SKIPPED: skipped}))
+        watch(Report(step, step, bad, {STEP_SKIPPED: skipped}))
         assert sent == [["c"], ["a", "b"]][: step - 1]
     assert watch.state_dict() == {"named": ["a", "b"]}
 

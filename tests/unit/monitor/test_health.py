@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import resource
 import signal
-import weakref
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,39 +15,23 @@ from torch import nn
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
-from fp8_ds.monitor.health import GatherTimer, HealthMonitor
+from fp8_ds.monitor.health import HealthMonitor
 from fp8_ds.monitor.sinks import Change, DeepSpeedEvents, JsonLines, Report
 from fp8_ds.monitor.statistics import ObservedRecipe, Observers, StatisticsTable, TensorStatistics
 from fp8_ds.nn.plan.convert import apply_plan, fp8_layers
 from fp8_ds.nn.plan.plan import make_plan
 
 
-class Calls:
-    name = "calls"
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-
-    def attach(self) -> None:
-        self.log.append("attach")
-
-    def detach(self) -> None:
-        self.log.append("detach")
-
-    def read(self) -> float:
-        return float(len(self.log))
-
-
-def build(every: int) -> tuple[nn.Module, HealthMonitor, list[Report], Calls]:
+def build(every: int) -> tuple[nn.Module, HealthMonitor, list[Report]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16)).bfloat16()
     config = LinearConfig()
     apply_plan(model, make_plan(model, config), config, "cpu")
     table = StatisticsTable(tuple(fp8_layers(model)), "cpu")
-    gauge, reports = Calls(), []
-    health = HealthMonitor(every, table, Observers(fp8_layers(model), table), [gauge], lambda: {"coverage": 1.0})
+    reports: list[Report] = []
+    health = HealthMonitor(every, table, Observers(fp8_layers(model), table), lambda: {"coverage": 1.0})
     health.sinks.append(reports.append)
-    return model, health, reports, gauge
+    return model, health, reports
 
 
 def train(model: Any, health: HealthMonitor, steps: range) -> list[bool]:
@@ -66,10 +47,10 @@ def train(model: Any, health: HealthMonitor, steps: range) -> list[bool]:
 
 
 def test_every_third_step_is_sampled_and_reported_one_step_later() -> None:
-    model, health, reports, gauge = build(3)
+    model, health, reports = build(3)
     health.start(0)
     assert train(model, health, range(3)) == [False, False, True]
-    assert not reports and gauge.log == ["attach", "detach"]
+    assert not reports
     assert train(model, health, range(3, 11)) == [False, False, True, False, False, True, False, False]
     assert [report.step for report in reports] == [3, 6, 9]
     health.after_step(12, 48)
@@ -80,72 +61,20 @@ def test_every_third_step_is_sampled_and_reported_one_step_later() -> None:
     assert [report.step for report in reports] == [3, 6, 9, 12]
 
 
-class Gathers:
-    """Gathers of so many seconds on a clock of its own; in stage 3 it is the handle that waits."""
-
-    def __init__(self, waits: bool) -> None:
-        self.waits = waits
-        self.clock = 0.0
-
-    def gather(self, seconds: float) -> Any:
-        def pass_by() -> None:
-            self.clock += seconds
-
-        if not self.waits:
-            pass_by()
-        return SimpleNamespace(wait=pass_by)
-
-
-@pytest.mark.parametrize("waits", [False, True])
-@pytest.mark.parametrize("every", [1, 2])
-def test_the_gather_time_is_that_of_the_step_it_is_reported_with(
-    monkeypatch: pytest.MonkeyPatch, every: int, waits: bool
-) -> None:
-    _, health, reports, gauge = build(every)
-    owner = Gathers(waits)
-    monkeypatch.setattr("fp8_ds.monitor.health.mark", lambda: owner.clock)
-    health.gauges.remove(gauge)
-    health.gauges.append(GatherTimer(owner, "gather", waits))
+def test_a_skipped_step_is_told_by_the_flag_of_its_own_step() -> None:
+    _model, health, reports = build(1)
+    flag = torch.zeros((), dtype=torch.int32)
+    health.skip_flag = lambda: flag
     health.start(0)
     for step in range(1, 5):
-        for _ in range(2):
-            handle = owner.gather(float(step))
-            if waits:
-                handle.wait()
+        flag.fill_(step == 2)
         health.after_step(step, step)
     health.flush()
-    assert [(report.step, report.numbers["gather_ms"]) for report in reports] == [
-        (step, 2000.0 * step) for step in range(every, 5, every)
-    ]
-
-
-def test_a_timed_gather_is_free_when_nobody_holds_it() -> None:
-    class Handle:
-        def wait(self) -> None: ...
-
-    class Owner:
-        def gather(self) -> Handle:
-            handle = Handle()
-            alive.append(weakref.ref(handle))
-            return handle
-
-    alive: list[weakref.ref[Handle]] = []
-    owner = Owner()
-    timer = GatherTimer(owner, "gather", waits=True)
-    timer.attach()
-    gc.collect()
-    gc.disable()  # a step of a large model may make too little garbage for Python to look for cycles
-    try:
-        owner.gather().wait()
-        assert [handle() for handle in alive] == [None]
-    finally:
-        gc.enable()
-    timer.detach()
-    assert timer.read() is not None
+    assert [report.numbers["step_skipped"] for report in reports] == [0.0, 1.0, 0.0, 0.0]
 
 
 def test_the_last_report_of_a_run_goes_to_sinks_only() -> None:
-    model, health, written, _ = build(2)
+    model, health, written = build(2)
     acted: list[Report] = []
     health.listen(acted.append)
     health.start(0)
@@ -155,7 +84,7 @@ def test_the_last_report_of_a_run_goes_to_sinks_only() -> None:
 
 
 def test_a_listener_is_called_until_it_is_removed_and_only_once_a_report() -> None:
-    model, health, _, _ = build(1)
+    model, health, _ = build(1)
     first: list[int] = []
     second: list[int] = []
 
@@ -175,19 +104,8 @@ def test_a_listener_is_called_until_it_is_removed_and_only_once_a_report() -> No
     assert second == [1, 2]
 
 
-def test_the_age_of_a_scale_counts_from_the_last_sample_that_saw_it_change() -> None:
-    model, health, reports, _ = build(1)
-    health.start(0)
-    train(model, health, range(12))
-    health.flush()
-    ages = [report.ages["0", "weight"] for report in reports]
-    assert ages == [0, 0, 0, 0, 0, 0, 0, 0, 1, 2, 3, 4]
-    assert sum(report.ages["0", "input"] == 0 for report in reports) > 6  # new data; in bf16 amaxes may coincide
-    assert [report.ages["1", "weight"] for report in reports] == list(range(12))
-
-
-def test_a_tensor_with_a_nan_has_no_shares_and_no_age_and_the_scale_is_as_old_as_it_is_afterwards() -> None:
-    model, health, reports, _ = build(1)
+def test_a_tensor_with_a_nan_has_no_shares_in_that_step_alone() -> None:
+    model, health, reports = build(1)
     health.start(0)
     gradient = torch.ones(64, 16).bfloat16()
     for step in range(1, 5):
@@ -196,19 +114,18 @@ def test_a_tensor_with_a_nan_has_no_shares_and_no_age_and_the_scale_is_as_old_as
         health.after_step(step, step)
     health.flush()
     found = [report.to_json()["layers"]["1"] for report in reports]
-    unknown = {"amax": None, "scale": None, "saturation": None, "underflow": None, "num": 64 * 16, "scale_age": None}
+    unknown = {"amax": None, "scale": None, "saturation": None, "underflow": None, "num": 64 * 16}
     assert found[2]["grad_output"] == unknown
-    assert found[2]["input"]["scale_age"] == 2 and found[2]["input"]["underflow"] is not None
-    assert [one["grad_output"]["scale_age"] for one in found] == [0, 1, None, 3]
+    assert found[2]["input"]["underflow"] is not None
+    assert [one["grad_output"]["scale"] is None for one in found] == [False, False, True, False]
     events = {label: value for label, value, _ in reports[2].events()}
-    assert math.isnan(events["fp8/1/grad_output/scale_age"]) and math.isnan(events["fp8/1/grad_output/underflow"])
+    assert math.isnan(events["fp8/1/grad_output/underflow"])
 
 
 def report(step: int) -> Report:
     one = TensorStatistics(amax=2.0, scale=math.nan, saturation=0.0, underflow=0.25, num=8)
     layers = {"a.up": {"input": one, "weight": one}, "b.down": {"weight": one}}
-    ages = {(name, kind): 7 for name, kinds in layers.items() for kind in kinds}
-    return Report(step, 4 * step, layers, ages, {"coverage": 0.5, "gather_ms": None})  # type: ignore[arg-type]
+    return Report(step, 4 * step, layers, {"coverage": 0.5, "gathered_bytes": None})  # type: ignore[arg-type]
 
 
 def test_json_lines_are_json_and_a_resumed_run_appends(tmp_path: Path) -> None:
@@ -224,9 +141,8 @@ def test_json_lines_are_json_and_a_resumed_run_appends(tmp_path: Path) -> None:
         "saturation": 0.0,
         "underflow": 0.25,
         "num": 8,
-        "scale_age": 7,
     }
-    assert (lines[0]["coverage"], lines[0]["gather_ms"]) == (0.5, None)
+    assert (lines[0]["coverage"], lines[0]["gathered_bytes"]) == (0.5, None)
 
 
 def test_events_have_labels_values_and_samples() -> None:
@@ -237,13 +153,13 @@ def test_events_have_labels_values_and_samples() -> None:
     monitor = Monitor()
     DeepSpeedEvents(monitor)(report(10))
     labels = {label: value for label, value, samples in monitor.events if samples == 40}
-    assert labels["fp8/coverage"] == 0.5 and "fp8/gather_ms" not in labels
-    assert labels["fp8/a.up/weight/underflow"] == 0.25 and labels["fp8/b.down/weight/scale_age"] == 7
-    assert len(monitor.events) == 1 + 3 * 5
+    assert labels["fp8/coverage"] == 0.5 and "fp8/gathered_bytes" not in labels
+    assert labels["fp8/a.up/weight/underflow"] == 0.25 and labels["fp8/b.down/weight/amax"] == 2.0
+    assert len(monitor.events) == 1 + 3 * 4
 
 
 def test_what_the_guard_changed_is_in_the_next_report_and_in_no_other() -> None:
-    model, health, reports, _ = build(2)
+    model, health, reports = build(2)
     health.start(0)
     train(model, health, range(2))
     health.changes.append(Change(2, "0"))
@@ -273,10 +189,10 @@ def test_what_an_older_guard_changed_is_reported_but_for_returns() -> None:
     assert health.changes == [Change(2, "0")]
 
 
-def test_a_resumed_monitor_reports_what_waited_and_keeps_ages() -> None:
+def test_a_resumed_monitor_reports_what_waited() -> None:
     """Saved after step 6 (sampled, not reported) and after step 8 (reported; step 9 is a sampled one)."""
     for save_at, waits in ((6, True), (8, False)):
-        model, health, reports, _ = build(3)
+        model, health, reports = build(3)
         health.start(0)
         train(model, health, range(save_at))
         state = json.loads(json.dumps(health.state_dict()))  # nothing but builtin types
@@ -285,7 +201,7 @@ def test_a_resumed_monitor_reports_what_waited_and_keeps_ages() -> None:
         train(model, health, range(save_at, 13))
         through = [one.to_json() for one in reports[num:]]
 
-        again, other, resumed, _ = build(3)
+        again, other, resumed = build(3)
         again.load_state_dict(model.state_dict())
         other.start(0)
         train(again, other, range(2))
@@ -299,18 +215,15 @@ def test_a_resumed_monitor_reports_what_waited_and_keeps_ages() -> None:
         if waits:
             assert resumed[0].to_json() == through[0]
         assert all(one.layers["0"]["input"].num == 64 * 32 for one in resumed)
-        ages = [one.ages["0", "weight"] for one in resumed]
-        assert ages == [one["layers"]["0"]["weight"]["scale_age"] for one in through]
 
 
 def test_a_sample_of_another_step_and_of_layers_elsewhere_is_not_taken_over() -> None:
-    model, health, _, _ = build(2)
+    model, health, _ = build(2)
     health.start(0)
     train(model, health, range(2))
     state = health.state_dict()
     state["waiting"]["layers"]["of.another.stage"] = state["waiting"]["layers"]["0"]
-    state["scales"]["of.another.stage"] = {"input": (1.0, 2)}
-    _, other, reports, _ = build(2)
+    _, other, reports = build(2)
     other.load_state_dict(state, 3)  # of a load that took weights alone
     other.flush()
     assert not reports
@@ -323,7 +236,7 @@ def test_a_sample_of_another_step_and_of_layers_elsewhere_is_not_taken_over() ->
 
 
 def test_a_sink_that_fails_is_named_once_and_left_out_and_the_others_go_on() -> None:
-    model, health, written, _ = build(1)
+    model, health, written = build(1)
     said: list[str] = []
     acted: list[int] = []
     health.warn = said.append
@@ -342,7 +255,7 @@ def test_a_sink_that_fails_is_named_once_and_left_out_and_the_others_go_on() -> 
 
 
 def test_what_a_listener_raises_is_raised_with_nothing_attached_twice_afterwards() -> None:
-    model, health, written, _ = build(1)
+    model, health, written = build(1)
 
     def stop(one: Report) -> None:
         raise KeyError(one.step)

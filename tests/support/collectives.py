@@ -1,4 +1,4 @@
-"""Count what collectives move: cheap host counters for our own, and a dispatch mode that sees everybody's."""
+"""Count what collectives move: a dispatch mode that sees everybody's."""
 
 from __future__ import annotations
 
@@ -11,31 +11,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-
-@dataclass
-class ByteCounter:
-    """Bytes that our gathers delivered to this rank in the current step, its own share included.
-
-    `fp8` counts weight bytes, `hp` those of the bf16 side channel. `reduced` counts the bytes that this rank handed to
-    FP8 reduce-scatters in all micro-batches, its own share included; a skipped step's count with the next step's.
-    `last` holds the counts of the finished step.
-    """
-
-    fp8: int = 0
-    hp: int = 0
-    reduced: int = 0
-    num_amax_reduces: int = 0
-    last: ByteCounter | None = None
-
-    @property
-    def total(self) -> int:
-        return self.fp8 + self.hp
-
-    def end_step(self) -> None:
-        """Move the counts to `last` and start from zero."""
-        self.last = ByteCounter(self.fp8, self.hp, self.reduced, self.num_amax_reduces)
-        self.fp8 = self.hp = self.reduced = self.num_amax_reduces = 0
 
 
 @dataclass
@@ -86,7 +61,7 @@ class _CollectiveMode(TorchDispatchMode):
 def count_collectives() -> Iterator[CollectiveCount]:
     """Count every c10d collective that this rank issues inside the block, including DeepSpeed's own.
 
-    It is a dispatch mode: every operator passes through Python, so use it in tests and for one step of a demo.
+    It is a dispatch mode: every operator passes through Python, so it is slow.
     """
     count = CollectiveCount()
     with _CollectiveMode(count):
