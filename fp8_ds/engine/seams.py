@@ -6,6 +6,7 @@ of the tested versions, before the first FP8 engine is built.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -47,8 +48,21 @@ _S3 = "deepspeed.runtime.zero.stage3"
 _PP = "deepspeed.runtime.zero.partition_parameters"
 _COORD = "deepspeed.runtime.zero.partitioned_param_coordinator"
 _TP = "deepspeed.module_inject.layers"
-_Z12 = "DeepSpeedZeroOptimizer"
 _Z3 = "DeepSpeedZeroOptimizer_Stage3"
+
+
+def _methods_of(module: str, owner: str) -> Callable[..., Seam]:
+    """Return a function that makes rows of methods of the class `owner`, which has parameters after `self`."""
+
+    def seam(name: str, parameters: tuple[str, ...], why: str, kind: str = "override", since: str = "") -> Seam:
+        return Seam(module, f"{owner}.{name}", ("self", *parameters), kind, why, since)
+
+    return seam
+
+
+_engine = _methods_of(_ENGINE, "DeepSpeedEngine")
+_zero12 = _methods_of(_S12, "DeepSpeedZeroOptimizer")
+_zero3 = _methods_of(_S3, _Z3)
 
 SEAMS = (
     Seam("deepspeed", "initialize", ("args", "model", "optimizer"), "wrap", "reads the fp8 block"),
@@ -61,93 +75,66 @@ SEAMS = (
         "rely",
         "keeps the size that deepspeed.tp_model_init was given",
     ),
-    Seam(_ENGINE, "DeepSpeedEngine._configure_distributed_model", ("self", "model"), "override", "converts linears"),
-    Seam(_ENGINE, "DeepSpeedEngine._configure_zero_optimizer", ("self", "optimizer"), "override", "retypes ZeRO"),
-    Seam(_ENGINE, "DeepSpeedEngine.__init__", ("self", "args", "model"), "override", "starts what follows a step"),
-    Seam(_ENGINE, "DeepSpeedEngine.destroy", ("self",), "override", "the last report"),
-    Seam(_ENGINE, "DeepSpeedEngine._take_model_step", ("self", "lr_kwargs"), "override", "schedule, monitor, guard"),
-    Seam(_ENGINE, "DeepSpeedEngine.forward", ("self", "inputs", "kwargs"), "override", "from here on layers stay"),
-    Seam(_ENGINE, "DeepSpeedEngine.compile", ("self", "backend", "compile_kwargs"), "override", "a hint on leaves"),
+    _engine("_configure_distributed_model", ("model",), "converts linears"),
+    _engine("_configure_zero_optimizer", ("optimizer",), "retypes ZeRO"),
+    _engine("__init__", ("args", "model"), "starts what follows a step"),
+    _engine("destroy", (), "the last report"),
+    _engine("_take_model_step", ("lr_kwargs",), "schedule, monitor, guard"),
+    _engine("forward", ("inputs", "kwargs"), "from here on layers stay"),
+    _engine("compile", ("backend", "compile_kwargs"), "a hint on leaves"),
     Seam(_FLOPS, "FlopsProfiler.start_profile", ("self", "ignore_list"), "override", "counts FP8 layers, too"),
-    Seam(
-        _ENGINE,
-        "DeepSpeedEngine._configure_basic_optimizer",
-        ("self", "model_parameters"),
-        "override",
-        "torch's Adam to be taken over by FP8 states",
-    ),
+    _engine("_configure_basic_optimizer", ("model_parameters",), "torch's Adam to be taken over by FP8 states"),
     Seam(_ENGINE, "DeepSpeedZeroOptimizer", (), "swap", "FP8 states: one without dense states is built"),
-    Seam(
-        _ENGINE, "DeepSpeedEngine.save_checkpoint", ("self", "save_dir", "tag", "client_state"), "override", "exports"
-    ),
-    Seam(_ENGINE, "DeepSpeedEngine._copy_recovery_script", ("self", "save_path"), "override", "errors reach all ranks"),
-    Seam(
-        _ENGINE,
-        "DeepSpeedEngine._common_checkpoint_state",
-        ("self", "module_state_dict", "zero_optimizer_state", "save_frozen_param"),
-        "override",
+    _engine("save_checkpoint", ("save_dir", "tag", "client_state"), "exports"),
+    _engine("_copy_recovery_script", ("save_path",), "errors reach all ranks"),
+    _engine(
+        "_common_checkpoint_state",
+        ("module_state_dict", "zero_optimizer_state", "save_frozen_param"),
         "ranks that share a sequence are no tensor-parallel ones",
         since="0.19.8",
     ),
-    Seam(_ENGINE, "DeepSpeedEngine._get_ckpt_name", ("self", "checkpoints_path", "tag"), "rely", "own model file"),
-    Seam(_ENGINE, "DeepSpeedEngine._get_zero_param_shapes", ("self",), "rely", "compared with a checkpoint's"),
-    Seam(_ENGINE, "DeepSpeedEngine.load_checkpoint", ("self", "load_dir", "tag"), "override", "restores our state"),
-    Seam(_ENGINE, "DeepSpeedEngine.load_module_state_dict", ("self", "checkpoint"), "override", "masters of a load"),
-    Seam(_ENGINE, "DeepSpeedEngine.save_16bit_model", ("self", "save_dir"), "override", "bf16 of masters"),
-    Seam(_ENGINE, "DeepSpeedEngine._zero3_consolidated_16bit_state_dict", ("self",), "override", "not of one rank"),
+    _engine("_get_ckpt_name", ("checkpoints_path", "tag"), "own model file", kind="rely"),
+    _engine("_get_zero_param_shapes", (), "compared with a checkpoint's", kind="rely"),
+    _engine("load_checkpoint", ("load_dir", "tag"), "restores our state"),
+    _engine("load_module_state_dict", ("checkpoint",), "masters of a load"),
+    _engine("save_16bit_model", ("save_dir",), "bf16 of masters"),
+    _engine("_zero3_consolidated_16bit_state_dict", (), "not of one rank"),
     Seam(_S12, "all_gather_dp_groups", ("groups_flat",), "wrap", "asks the owner of an FP8 optimizer's groups"),
-    Seam(_S12, f"{_Z12}.step", ("self", "closure"), "override", "marks the gather of a step; FP8 states: replaced"),
-    Seam(
-        _S12,
-        f"{_Z12}.check_overflow",
-        ("self", "partition_gradients"),
-        "override",
-        "in a step from the norms, launched before the host waits",
-    ),
-    Seam(
-        _S12,
-        f"{_Z12}.get_grad_norm_direct",
-        ("self", "gradients", "params", "norm_type"),
-        "override",
-        "a norm is not measured twice in a step",
-    ),
-    Seam(_S12, f"{_Z12}.backward_epilogue", ("self",), "override", "gradients that wait leave CUDA graphs"),
-    Seam(_S12, f"{_Z12}._update_model_bit16_weights", ("self", "group_index"), "override", "done by the gather"),
-    Seam(_S12, f"{_Z12}._link_all_hp_params", ("self",), "override", "fragments without a bf16 copy"),
-    Seam(_S12, f"{_Z12}._restore_from_bit16_weights", ("self",), "override", "masters from FP8 and own bf16"),
-    Seam(_S12, f"{_Z12}.allreduce_and_scatter", ("self", "bucket", "communication_data_type"), "override", "in FP8"),
-    Seam(
-        _S12,
-        f"{_Z12}.average_tensor",
-        ("self", "tensor", "communication_data_type"),
-        "rely",
+    _zero12("step", ("closure",), "marks the gather of a step; FP8 states: replaced"),
+    _zero12("check_overflow", ("partition_gradients",), "in a step from the norms, launched before the host waits"),
+    _zero12("get_grad_norm_direct", ("gradients", "params", "norm_type"), "a norm is not measured twice in a step"),
+    _zero12("backward_epilogue", (), "gradients that wait leave CUDA graphs"),
+    _zero12("_update_model_bit16_weights", ("group_index",), "done by the gather"),
+    _zero12("_link_all_hp_params", (), "fragments without a bf16 copy"),
+    _zero12("_restore_from_bit16_weights", (), "masters from FP8 and own bf16"),
+    _zero12("allreduce_and_scatter", ("bucket", "communication_data_type"), "in FP8"),
+    _zero12(
+        "average_tensor",
+        ("tensor", "communication_data_type"),
         "divides the bucket, splits it by rank in buffer order, and calls allreduce_and_scatter",
+        kind="rely",
     ),
-    Seam(_S12, f"{_Z12}.process_gradients", ("self", "param", "i"), "override", "release: into a bucket at once"),
-    Seam(_S12, f"{_Z12}.reduce_gradients", ("self", "pipeline_parallel"), "override", "release: last; one rank: none"),
-    Seam(_S12, f"{_Z12}.copy_grads_in_partition", ("self", "param"), "override", "release: collects for the update"),
-    Seam(_S12, f"{_Z12}.reduce_ipg_grads", ("self", "comm_dtype"), "override", "release: updates; one rank: none"),
-    Seam(
-        _S12,
-        f"{_Z12}.independent_gradient_partition_epilogue",
-        ("self",),
-        "override",
+    _zero12("process_gradients", ("param", "i"), "release: into a bucket at once"),
+    _zero12("reduce_gradients", ("pipeline_parallel",), "release: last; one rank: none"),
+    _zero12("copy_grads_in_partition", ("param",), "release: collects for the update"),
+    _zero12("reduce_ipg_grads", ("comm_dtype",), "release: updates; one rank: none"),
+    _zero12(
+        "independent_gradient_partition_epilogue",
+        (),
         "release: replaced, without the flat gradients; one rank: what p.grad holds is accumulated and handed over",
     ),
-    Seam(
-        _S12,
-        f"{_Z12}.reduce_ready_partitions_and_remove_grads",
-        ("self", "param", "i"),
-        "override",
+    _zero12(
+        "reduce_ready_partitions_and_remove_grads",
+        ("param", "i"),
         "release: fills buckets, empties full ones by reduce_ipg_grads; one rank: none",
     ),
-    Seam(_S12, f"{_Z12}.setup_buckets", ("self",), "override", "release: allocates buckets; one rank: none"),
-    Seam(_S12, f"{_Z12}._release_ipg_buffers", ("self",), "rely", "release: frees buckets"),
-    Seam(_S12, f"{_Z12}.get_flat_partition", ("self",), "rely", "FP8 states: reduced gradients in partition order"),
-    Seam(_S12, f"{_Z12}._get_groups_without_padding", ("self", "groups_with_padding"), "override", "dense masters"),
-    Seam(_S12, f"{_Z12}.load_state_dict", ("self", "state_dict_list"), "override", "quantises after it"),
-    Seam(_S12, f"{_Z12}.offload_states", ("self", "include", "device"), "override", "moves compact buffers"),
-    Seam(_S12, f"{_Z12}.reload_states", ("self", "non_blocking"), "override", "moves compact buffers"),
+    _zero12("setup_buckets", (), "release: allocates buckets; one rank: none"),
+    _zero12("_release_ipg_buffers", (), "release: frees buckets", kind="rely"),
+    _zero12("get_flat_partition", (), "FP8 states: reduced gradients in partition order", kind="rely"),
+    _zero12("_get_groups_without_padding", ("groups_with_padding",), "dense masters"),
+    _zero12("load_state_dict", ("state_dict_list",), "quantises after it"),
+    _zero12("offload_states", ("include", "device"), "moves compact buffers"),
+    _zero12("reload_states", ("non_blocking",), "moves compact buffers"),
     Seam(
         "deepspeed.utils.tensor_fragment",
         "tensor_fragment.get_hp_fragment",
@@ -156,66 +143,48 @@ SEAMS = (
         "FP8 states: de-quantises",
     ),
     Seam(_S3, _Z3, (), "swap", "FP8 states: one without dense states is built"),
-    Seam(_S3, f"{_Z3}.initialize_optimizer_states", ("self",), "override", "FP8 states: left out"),
-    Seam(_S3, f"{_Z3}._create_fp32_partitions", ("self",), "override", "split masters: tensors of no size"),
-    Seam(_S3, f"{_Z3}._setup_for_real_optimizer", ("self",), "override", "release: no buffer for gradients"),
-    Seam(
-        _S3,
-        f"{_Z3}._get_fp32_grad_state_partition",
-        ("self", "param", "release_swap_buffers"),
-        "override",
-        "release: there are no gradients to read",
+    _zero3("initialize_optimizer_states", (), "FP8 states: left out"),
+    _zero3("_create_fp32_partitions", (), "split masters: tensors of no size"),
+    _zero3("_setup_for_real_optimizer", (), "release: no buffer for gradients"),
+    _zero3(
+        "_get_fp32_grad_state_partition", ("param", "release_swap_buffers"), "release: there are no gradients to read"
     ),
-    Seam(_S3, f"{_Z3}._rigid_state_dict", ("self",), "override", "FP8 states: dense masters and moments"),
-    Seam(
-        _S3,
-        f"{_Z3}._get_fp32_opt_state_partition",
-        ("self", "param", "release_swap_buffers", "optim_state_key"),
-        "override",
+    _zero3("_rigid_state_dict", (), "FP8 states: dense masters and moments"),
+    _zero3(
+        "_get_fp32_opt_state_partition",
+        ("param", "release_swap_buffers", "optim_state_key"),
         "FP8 states: de-quantises",
     ),
-    Seam(_S3, f"{_Z3}.set_full_hp_param", ("self", "value", "param", "optim_state_key"), "override", "quantises"),
-    Seam(_S3, f"{_Z3}.set_local_hp_param", ("self", "value", "param", "optim_state_key"), "override", "quantises"),
-    Seam(_S3, f"{_Z3}._pre_step", ("self",), "override", "no stale gradients; begins a step"),
-    Seam(_S3, f"{_Z3}.zero_grad", ("self", "set_to_none"), "override", "no stale gradients of dropped micro-batches"),
-    Seam(_S3, f"{_Z3}._partition_all_parameters", ("self",), "rely", "FP8 states: releases weights before a step"),
-    Seam(_S3, f"{_Z3}.step", ("self", "closure"), "override", "histories of a skipped step; FP8 states: replaced"),
-    Seam(_S3, f"{_Z3}._post_step", ("self", "timer_names"), "override", "quantises; gathers persistents by list"),
-    Seam(_S3, f"{_Z3}.checkpoint_event_epilogue", ("self",), "rely", "likewise, after a save or load"),
-    Seam(
-        _S3,
-        f"{_Z3}._reassign_or_swap_out_partitioned_parameters",
-        ("self", "sub_group_id"),
-        "override",
-        "copies only bf16 shards that exist",
-    ),
-    Seam(_S3, f"{_Z3}.load_state_dict", ("self", "state_dict_list"), "override", "re-quantises"),
-    Seam(_S3, f"{_Z3}._restore_from_bit16_weights", ("self",), "override", "masters from bf16 shards"),
-    Seam(
-        _S3,
-        f"{_Z3}._{_Z3}__avg_scatter_grads",
-        ("self", "params_to_reduce", "communication_data_type"),
-        "override",
+    _zero3("set_full_hp_param", ("value", "param", "optim_state_key"), "quantises"),
+    _zero3("set_local_hp_param", ("value", "param", "optim_state_key"), "quantises"),
+    _zero3("_pre_step", (), "no stale gradients; begins a step"),
+    _zero3("zero_grad", ("set_to_none",), "no stale gradients of dropped micro-batches"),
+    _zero3("_partition_all_parameters", (), "FP8 states: releases weights before a step", kind="rely"),
+    _zero3("step", ("closure",), "histories of a skipped step; FP8 states: replaced"),
+    _zero3("_post_step", ("timer_names",), "quantises; gathers persistents by list"),
+    _zero3("checkpoint_event_epilogue", (), "likewise, after a save or load", kind="rely"),
+    _zero3("_reassign_or_swap_out_partitioned_parameters", ("sub_group_id",), "copies only bf16 shards that exist"),
+    _zero3("load_state_dict", ("state_dict_list",), "re-quantises"),
+    _zero3("_restore_from_bit16_weights", (), "masters from bf16 shards"),
+    _zero3(
+        f"_{_Z3}__avg_scatter_grads",
+        ("params_to_reduce", "communication_data_type"),
         "gradients reduced in FP8; in bf16 split by the next row's",
     ),
     Seam(_S3, "reduce_scatter_coalesced", ("tensors", "group"), "swap", "one launch splits for all ranks"),
-    Seam(
-        _S3,
-        f"{_Z3}.partition_grads",
-        ("self", "params_to_release", "grad_partitions"),
-        "override",
+    _zero3(
+        "partition_grads",
+        ("params_to_release", "grad_partitions"),
         "release: the update. Without: adds up partitions, shorter than their buffer, to no stale gradients",
     ),
-    Seam(
-        _S3,
-        f"{_Z3}.independent_gradient_partition_epilogue",
-        ("self",),
-        "override",
+    _zero3(
+        "independent_gradient_partition_epilogue",
+        (),
         "FP8 states: its one wait, for `reduce_and_partition_stream`, is the device's and not the host's",
     ),
-    Seam(_S3, f"{_Z3}.offload_states", ("self", "include", "device"), "override", "moves FP8 shards"),
-    Seam(_S3, f"{_Z3}.reload_states", ("self", "non_blocking"), "override", "moves FP8 shards"),
-    Seam(_S3, f"{_Z3}._set_fp16_partitioned_groups_flat", ("self",), "rely", "layout of the bf16 flat buffer"),
+    _zero3("offload_states", ("include", "device"), "moves FP8 shards"),
+    _zero3("reload_states", ("non_blocking",), "moves FP8 shards"),
+    _zero3("_set_fp16_partitioned_groups_flat", (), "layout of the bf16 flat buffer", kind="rely"),
     Seam(_PP, "Init._convert_to_deepspeed_param", ("self", "param"), "closure", "its three closures are replaced"),
     Seam(_PP, "Init._partition_param", ("self", "param"), "rely", "frees data, writes ds_tensor"),
     Seam(_PP, "free_param", ("param",), "rely", "frees data; mirrored for a weight gathered in FP8"),
@@ -235,7 +204,7 @@ SEAMS = (
         "reads the limit of fetches ahead, 4 of 2 with leaves; waits, where the handle removes its leaf's others",
     ),
     Seam(_COORD, "PartitionedParameterCoordinator.release_sub_module", ("self",), "rely", "releases by partition"),
-    Seam(_ENGINE, "DeepSpeedEngine._replace_module_consolidated_state_dict", ("self",), "override", "bf16 of masters"),
+    _engine("_replace_module_consolidated_state_dict", (), "bf16 of masters"),
     Seam(_TP, "LinearLayer.forward", ("self", "input"), "override", "x W^T in FP8; for all classes that inherit it"),
     Seam(_TP, "LinearAllreduce.forward", ("self", "input"), "override", "likewise"),
     Seam(_TP, "SubParamLinearLayer.forward", ("self", "input"), "override", "likewise"),
