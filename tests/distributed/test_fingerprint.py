@@ -48,7 +48,7 @@ def message(change: str, odd: int, folder: str = "") -> tuple[str, str]:
     elif differs and change == "unsupported":
         config["zero_optimization"] = {"stage": 0}
     elif differs and change == "version":
-        restore, rank_agreement.VERSION = rank_agreement.VERSION, "0.0.9"
+        restore, rank_agreement.__version__ = rank_agreement.__version__, "0.0.9"
     elif differs and change == "patched":
         return with_a_patched_linear(config)
     elif differs and change == "seams":
@@ -67,7 +67,7 @@ def message(change: str, odd: int, folder: str = "") -> tuple[str, str]:
         return type(error).__name__, str(error)
     finally:
         if restore is not None:
-            rank_agreement.VERSION = restore
+            rank_agreement.__version__ = restore
     return "", ""
 
 
