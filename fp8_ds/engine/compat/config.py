@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,18 +74,29 @@ def _fp8_reduction_without(key: str) -> Callable[[Config], bool]:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A configuration that is refused: its key as the user wrote it, when it applies, why, and what to do instead."""
+    """A configuration that is refused: its key as the user wrote it, when it applies, why, and what to do instead.
+
+    `instead` is empty where the remedy is to remove the key.
+    """
 
     key: str
     applies: Callable[[Config], bool]
     reason: str
-    remedy: str
+    instead: str = ""
+
+    @property
+    def remedy(self) -> str:
+        return self.instead or f'Remove "{re.split("[: ]", self.key)[0].rpartition(".")[2]}".'
 
 
-def _true(key: str, reason: str, remedy: str) -> Refusal:
+def _true(key: str, reason: str, instead: str = "") -> Refusal:
     """Return the refusal of configurations in which `key` is true."""
     *blocks, name = key.split(".")
-    return Refusal(f"{key}: true", lambda c: is_on(block_of(c, *blocks).get(name)), reason, remedy)
+
+    def applies(config: Config) -> bool:
+        return is_on((bf16_block(config) if blocks == ["bf16"] else block_of(config, *blocks)).get(name))
+
+    return Refusal(f"{key}: true", applies, reason, instead)
 
 
 REFUSALS = (
@@ -105,34 +117,16 @@ REFUSALS = (
         "the nominal dtype of FP8 weights, activations and gradients is bf16",
         'Set "bf16": {"enabled": true}.',
     ),
-    Refusal(
-        "bf16.bf16_master_weights_and_grads: true",
-        lambda c: is_on(bf16_block(c).get("bf16_master_weights_and_grads")),
-        "FP8 weights are quantised from fp32 masters",
-        'Remove "bf16_master_weights_and_grads".',
-    ),
-    Refusal(
-        "bf16.bf16_optimizer_states: true",
-        lambda c: is_on(bf16_block(c).get("bf16_optimizer_states")),
-        "bf16 moments rounded to nearest stall, and are not tested with FP8 weights",
-        'Remove "bf16_optimizer_states".',
-    ),
+    _true("bf16.bf16_master_weights_and_grads", "FP8 weights are quantised from fp32 masters"),
+    _true("bf16.bf16_optimizer_states", "bf16 moments rounded to nearest stall, and are not tested with FP8 weights"),
     Refusal(
         "zero_optimization.offload_optimizer.device",
         _offloads("offload_optimizer"),
         "masters on the CPU or on NVMe are quantised where the GPU cannot read them (SuperOffload included)",
         'Remove "offload_optimizer"; a higher ZeRO stage or more ranks save memory too.',
     ),
-    _true(
-        "zero_optimization.cpu_offload",
-        "masters on the CPU are quantised where the GPU cannot read them",
-        'Remove "cpu_offload".',
-    ),
-    _true(
-        "zero_optimization.cpu_offload_param",
-        "FP8 shards live on the device that gathers them",
-        'Remove "cpu_offload_param".',
-    ),
+    _true("zero_optimization.cpu_offload", "masters on the CPU are quantised where the GPU cannot read them"),
+    _true("zero_optimization.cpu_offload_param", "FP8 shards live on the device that gathers them"),
     Refusal(
         "zero_optimization.offload_param.device",
         _offloads("offload_param"),
@@ -148,7 +142,6 @@ REFUSALS = (
         "zero_optimization.zenflow",
         lambda c: zero_value(c, "zenflow") not in (None, "auto"),
         "ZenFlow has optimizer classes of its own that update selected columns",
-        'Remove "zenflow".',
     ),
     Refusal(
         "zero_optimization.zero_hpz_partition_size",
@@ -161,11 +154,7 @@ REFUSALS = (
         "qwZ and FP8 both decide how weights travel",
         'Remove "zero_quantized_weights": FP8 moves as few bytes, with one scale a weight.',
     ),
-    _true(
-        "zero_optimization.zero_quantized_gradients",
-        "qgZ is not tested with FP8 weights",
-        'Remove "zero_quantized_gradients".',
-    ),
+    _true("zero_optimization.zero_quantized_gradients", "qgZ is not tested with FP8 weights"),
     _true(
         "zero_optimization.zero_quantized_nontrainable_weights",
         "INT8 shards of frozen weights and FP8 both decide how weights are stored",
@@ -175,13 +164,11 @@ REFUSALS = (
         "zero_optimization.mics_shard_size",
         lambda c: number(zero_value(c, "mics_shard_size"), -1) > 0,
         "MiCS shards within sub-groups with an optimizer class of its own",
-        'Remove "mics_shard_size".',
     ),
     Refusal(
         "zero_optimization.stage3_use_all_reduce_for_fetch_params: true",
         lambda c: is_on(zero_value(c, "stage3_use_all_reduce_for_fetch_params", "use_all_reduce_for_fetch_params")),
         "an all-reduce cannot sum FP8 shards",
-        'Remove "stage3_use_all_reduce_for_fetch_params".',
     ),
     _true(
         "zero_optimization.elastic_checkpoint",
@@ -193,13 +180,11 @@ REFUSALS = (
         lambda c: block_of(c, "checkpoint").get("writer") is not None,
         "in stages 1 and 2 all ranks write one file at once, in stage 3 DeepSpeed cannot load what was written, and a "
         "decoupled write that fails reaches no rank",
-        'Remove "writer".',
     ),
     Refusal(
         "datastates_ckpt",
         lambda c: c.get("datastates_ckpt") not in (None, False),
         "files that are still being written have no checksum, and a failed write would reach no rank",
-        'Remove "datastates_ckpt".',
     ),
     Refusal(
         "data_types.grad_accum_dtype: fp32 with stage 1",
@@ -223,7 +208,6 @@ REFUSALS = (
         "zero_optimization.use_multi_rank_bucket_allreduce: false with stage 2 and fp8.zero.reduce_scatter: fp8",
         lambda c: zero_stage(c) == 2 and _fp8_reduction_without("use_multi_rank_bucket_allreduce")(c),
         "one all-to-all serves all ranks of a bucket; DeepSpeed would reduce to one rank at a time",
-        'Remove "use_multi_rank_bucket_allreduce".',
     ),
     Refusal(
         "communication_data_type with fp8.zero.reduce_scatter: fp8",
@@ -242,7 +226,6 @@ REFUSALS = (
         "gradient_predivide_factor with fp8.zero.reduce_scatter: fp8",
         lambda c: _reduces_in_fp8(c) and c.get("gradient_predivide_factor") not in (None, "auto", 1, 1.0),
         "it keeps 16-bit sums in range, and FP8 gradients are added in float64",
-        'Remove "gradient_predivide_factor".',
     ),
     Refusal(
         "optimizer.type: Muon with fp8.zero.reduce_scatter: fp8",
