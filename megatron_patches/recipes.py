@@ -10,7 +10,7 @@ import torch.distributed as dist
 from fp8_ds.config import LinearConfig, TensorParallelConfig
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.nn.linear.recipe import Recipe
-from fp8_ds.nn.linear.recipes import BlockwiseRecipe, RowwiseGradWeightHpRecipe, RowwiseRecipe, TensorwiseRecipe
+from fp8_ds.nn.linear.recipes import RECIPES
 from fp8_ds.tp import TensorParallel
 
 OURS = ("rowwise", "rowwise_with_gw_hp")
@@ -24,10 +24,6 @@ OTHER_ATTENTION = (
 """Remedy in refusals of another --fp8-attention-backend."""
 GRAD_DTYPES = {"hybrid": "e5m2", "e4m3": "e4m3"}
 """--fp8-format: hybrid is E4M3 forward and E5M2 for gradients."""
-
-_RECIPES: dict[str, type[Recipe]] = {
-    recipe.name: recipe for recipe in (TensorwiseRecipe, RowwiseRecipe, RowwiseGradWeightHpRecipe, BlockwiseRecipe)
-}
 
 
 @dataclass(eq=False)
@@ -52,7 +48,7 @@ class Fp8Settings:
 
     def recipe(self) -> Recipe:
         """Make the recipe of one layer."""
-        return _RECIPES[self.linear.recipe](self.linear)
+        return RECIPES[self.linear.recipe](self.linear)
 
     def context(self, group: dist.ProcessGroup, sequence_parallel: bool) -> TensorParallel:
         """Return one context for all layers of a group: its ranks' agreement is checked once."""

@@ -37,7 +37,6 @@ def attention(
     hadamard: bool = False,
     dropout: float = 0.0,
     bias: Tensor | None = None,
-    context_parallel_size: int = 1,
 ) -> Tensor:
     """Compute `softmax(q k^T * softmax_scale + mask) v`, differentiably; the gradients are those of the backend.
 
@@ -53,7 +52,7 @@ def attention(
         softmax_scale: factor of the scores; None: dim ** -0.5.
         packing: bounds of packed sequences; the last one ends where the tokens end.
         hadamard: whether q and k are rotated before FP8; for fa3_fp8 and fa3_fp8_emulated, dim a power of two.
-        dropout, bias, context_parallel_size: refused unless they have their defaults.
+        dropout, bias: refused unless they have their defaults.
 
     Returns:
         Tensor of q's shape and dtype.
@@ -62,7 +61,7 @@ def attention(
         UnsupportedError: a backend that is not installed or does not run on this device, with the command that
             installs it; arguments that it does not take. Nothing falls back to another backend.
     """
-    _refuse(dropout, bias, context_parallel_size)
+    _refuse(dropout, bias)
     geometry = make_geometry(q, k, v, causal=causal, window=window, softmax_scale=softmax_scale, packing=packing)
     is_tracing = torch.compiler.is_compiling()  # what is installed is no part of a graph; the op looks again
     if not is_tracing:
@@ -105,12 +104,9 @@ def describe_backend(backend: Backend) -> str:
     return backend
 
 
-def _refuse(dropout: float, bias: Tensor | None, context_parallel_size: int) -> None:
-    for name, found, default in (
-        ("dropout", dropout, 0.0),
-        ("bias", None if bias is None else tuple(bias.shape), None),
-        ("context_parallel_size", context_parallel_size, 1),
-    ):
+def _refuse(dropout: float, bias: Tensor | None) -> None:
+    shape = None if bias is None else tuple(bias.shape)
+    for name, found, default in (("dropout", dropout, 0.0), ("bias", shape, None)):
         if found != default:
             raise UnsupportedError(
                 f"{name}: expected {default}, got {found}. Attention here has none: turn it off, or keep the model's "

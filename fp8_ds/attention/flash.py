@@ -36,17 +36,10 @@ def _flat(geometry: Geometry) -> tuple[Any, ...]:
 
 
 def _geometry(
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    left: int,
-    right: int,
+    cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int, scale: float, left: int, right: int
 ) -> Geometry:
-    if cu_seqlens_q is None or cu_seqlens_k is None:
-        return Geometry(softmax_scale, left, right)
-    return Geometry(softmax_scale, left, right, Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
+    packed = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return Geometry(scale, left, right, None if cu_seqlens_q is None else Packing(*packed))
 
 
 def _fa3_arguments(geometry: Geometry) -> dict[str, Any]:

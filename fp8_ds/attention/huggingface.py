@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fp8_ds.attention import Backend, attention, describe_backend, require_backend
 from fp8_ds.attention.heads.reference import check_rotation
 from fp8_ds.attention.shapes import Packing
+from fp8_ds.config import AttentionConfig
 from fp8_ds.errors import UnsupportedError
 
 PREFIX = "fp8_ds_"
@@ -40,23 +41,25 @@ def use_backend(model: nn.Module, backend: Backend, *, hadamard: bool) -> None:
         config._attn_implementation = name
 
 
-def refuse_attention_of(model: nn.Module, backend: Backend, *, hadamard: bool = False) -> None:
-    """Refuse a model, on any device, that does not take the backend. Reads names only.
+def refuse_attention_of(model: nn.Module, config: AttentionConfig) -> None:
+    """Refuse a model, on any device, that does not take the configured backend. Reads names only.
 
     Raises:
         UnsupportedError: the model does not go through transformers' registry; or its attention has dropout, or heads
             that the backend or the Hadamard rotation does not take.
     """
+    if config.backend is None:
+        return
     fixed = [
         type(m).__name__ for m in model.modules() if not getattr(m, "_can_set_attn_implementation", lambda: True)()
     ]
     if fixed or next(_configs(model), None) is None:
         raise UnsupportedError(
             f"{_KEY}: expected null with a model whose attention is not in transformers' AttentionInterface, got "
-            f'"{backend}" and {(fixed or [type(model).__name__])[0]}. Remove the key, and call '
+            f'"{config.backend}" and {(fixed or [type(model).__name__])[0]}. Remove the key, and call '
             "fp8_ds.attention.attention in the model yourself."
         )
-    _refuse_kinds(model, backend, hadamard)
+    _refuse_kinds(model, config.backend, config.hadamard)
 
 
 def refuse_backend(backend: Backend, device: torch.device) -> None:
@@ -126,19 +129,17 @@ def describe_implementation(name: str) -> str | None:
 
 def _configs(model: nn.Module) -> Iterator[Any]:
     """Yield configurations that choose an attention: of attention modules, and of models that make their masks."""
-    seen = set()
-    owners = [
-        m
-        for m in model.modules()
-        if isinstance(getattr(m, "is_causal", None), bool) or hasattr(m, "get_input_embeddings")
-    ]
-    if not any(isinstance(getattr(m, "is_causal", None), bool) for m in owners):
-        return
-    for module in owners:
+    has_attention = False
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        is_attention = isinstance(getattr(module, "is_causal", None), bool)
+        has_attention = has_attention or is_attention
         config = getattr(module, "config", None)
-        if isinstance(getattr(config, "_attn_implementation", None), str) and id(config) not in seen:
-            seen.add(id(config))
-            yield config
+        has_name = isinstance(getattr(config, "_attn_implementation", None), str)
+        if has_name and (is_attention or hasattr(module, "get_input_embeddings")):
+            configs[id(config)] = config
+    if has_attention:
+        yield from configs.values()
 
 
 def padding_mask(

@@ -17,9 +17,6 @@ from fp8_ds.config.explain import parse_json
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from torch import nn
-
-    from fp8_ds.config import AttentionConfig
 
 _WIDTH = 160
 _SHOWN = 60
@@ -122,15 +119,6 @@ def _failed(message: str, code: int, as_json: bool) -> typer.Exit:
     else:
         typer.echo(f"fp8-ds: {message}", err=True)
     return typer.Exit(code)
-
-
-def refuse_attention(model: nn.Module, attention: AttentionConfig) -> None:
-    """Raise UnsupportedError if the model does not take "attention.backend", on whatever machine it will run."""
-    if attention.backend is None:
-        return
-    from fp8_ds.attention.huggingface import refuse_attention_of
-
-    refuse_attention_of(model, attention.backend, hadamard=attention.hadamard)
 
 
 def read_parsed_config(path: Path) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from fp8_ds.cli.common import (
     failures,
     num_parameters,
     read_parsed_config,
-    refuse_attention,
 )
 
 if TYPE_CHECKING:
@@ -53,6 +52,7 @@ def estimate(
     4 an error in its forward, or a defect.
     """
     with failures(as_json):
+        from fp8_ds.attention.huggingface import refuse_attention_of
         from fp8_ds.tools.estimate import footprint
         from fp8_ds.tools.estimate.model_spec import read_spec, sequence_length
 
@@ -62,7 +62,7 @@ def estimate(
         module = spec.build()
         run = footprint.read_run(given, world, micro_batch, sequence_length(module, seq), checkpointing)
         if run.fp8 is not None:
-            refuse_attention(module, run.fp8.attention)
+            refuse_attention_of(module, run.fp8.attention)
         found = footprint.estimate(spec, run)
     fits = memory is None or found.peak <= memory * 2**30
     data = {

@@ -21,7 +21,6 @@ from fp8_ds.cli.common import (
     failures,
     num_parameters,
     read_parsed_config,
-    refuse_attention,
 )
 
 if TYPE_CHECKING:
@@ -57,12 +56,13 @@ def plan(
 
 
 def _find(model: str, config: dict[str, Any], world: int, seq: int | None, settings: Sequence[str]) -> dict[str, Any]:
+    from fp8_ds.attention.huggingface import refuse_attention_of
     from fp8_ds.config import Fp8Config
     from fp8_ds.config.ds_config import block_of, number, zero_stage
     from fp8_ds.engine.compat.config import refuse_settings, total_steps
     from fp8_ds.errors import ConfigError, UnsupportedError
     from fp8_ds.nn.moe.products import MAX_IN_A_LOOP
-    from fp8_ds.nn.plan.flops import attention_flops, fp8_pays, products, share_of_attention, share_of_linears
+    from fp8_ds.nn.plan.flops import MIN_NUMEL, attention_flops, products
     from fp8_ds.nn.plan.plan import make_plan
     from fp8_ds.tools.estimate.model_spec import read_spec, sequence_length
 
@@ -78,17 +78,18 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int | None, setti
     stage = zero_stage(config)
     with argument("MODEL"):
         module = read_spec(model, settings).build()
-    refuse_attention(module, fp8.attention)
+    refuse_attention_of(module, fp8.attention)
     seq = sequence_length(module, seq)
     layers = make_plan(module, fp8.linear, may_be_empty=True)
     found = _scheduled(products(module, layers), fp8.schedule, total_steps(config))
-    small = [row.fqn for row in found if row.in_fp8 and len(row.shape) == 2 and not fp8_pays(*row.shape)]
+    small = [row.fqn for row in found if row.in_fp8 and len(row.shape) == 2 and math.prod(row.shape) < MIN_NUMEL]
     larger = tuple(replace(row, converted=row.converted and row.fqn not in small) for row in layers.layers)
     attention = attention_flops(module, seq)
     total = sum(product.flops for product in found)
     in_fp8 = [product for product in found if product.in_fp8]
-    flops_in_fp8 = share_of_linears(fp8.linear) * sum(product.flops for product in in_fp8)
-    attention_in_fp8 = share_of_attention(fp8.attention) * attention
+    # Of a linear's three products that recipe leaves one in bf16. Of attention at most the forward is in FP8.
+    flops_in_fp8 = (2 / 3 if fp8.linear.recipe == "rowwise_with_gw_hp" else 1) * sum(one.flops for one in in_fp8)
+    attention_in_fp8 = attention / 3 if fp8.attention.backend in ("fa3_fp8", "fa3_fp8_emulated") else 0
     numel = sum(p.numel() for p in module.parameters())
     fp8_numel = sum(math.prod(product.shape) for product in in_fp8)
     beside = sum(math.prod(product.shape) for product in found if product.reason == _SCHEDULED)

@@ -6,7 +6,6 @@ imported here, so a configuration can be checked on a machine that has neither.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
@@ -33,12 +32,6 @@ def _sinks_of_json(value: Any) -> Any:
     if not all(names):
         raise PydanticKnownError("string_too_short", {"min_length": 1})
     return value
-
-
-def _float_of_int(value: Any) -> Any:
-    """Make a float of an int: JSON writes 0 for 0.0, which a strict model takes for an integer."""
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) <= sys.float_info.max else value
 
 
 DeepSpeedFix = Literal[
@@ -191,7 +184,7 @@ class TensorParallelConfig(_Block):
 
 class ScheduleConfig(_Block):
     bf16_until_step: Annotated[int, Field(ge=0)] = 0
-    bf16_last_fraction: Annotated[float, Field(ge=0, le=1), BeforeValidator(_float_of_int)] = 0.0
+    bf16_last_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     total_steps: Annotated[int, Field(ge=1)] | None = None
     layers: dict[Annotated[str, Field(min_length=1)], Literal["bf16", "fp8"]] = Field(default_factory=dict)
 

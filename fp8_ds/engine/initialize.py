@@ -131,6 +131,7 @@ def _accept(config: dict[str, Any], arguments: Mapping[str, Any]) -> Start | Non
 
 def _refuse_model(fp8: Fp8Config, config: dict[str, Any], model: Any, mpu: Any, device: torch.device) -> None:
     """Raise an Fp8DsError, of this rank alone, if this model cannot be trained with this configuration."""
+    from fp8_ds.attention.huggingface import refuse_attention_of
     from fp8_ds.config.ds_config import zero_stage
     from fp8_ds.engine.compat.model import (
         refuse_added_parameters,
@@ -146,10 +147,7 @@ def _refuse_model(fp8: Fp8Config, config: dict[str, Any], model: Any, mpu: Any, 
     refuse_second_sharding(model, config)
     refuse_added_parameters(model)
     refuse_mpu(model, mpu)
-    if fp8.attention.backend is not None:
-        from fp8_ds.attention.huggingface import refuse_attention_of
-
-        refuse_attention_of(model, fp8.attention.backend, hadamard=fp8.attention.hadamard)
+    refuse_attention_of(model, fp8.attention)
     check_chunks(model, fp8.activations.cross_entropy_chunk_mem_const)
 
 

@@ -27,14 +27,14 @@ from torch import Tensor, nn
 
 from fp8_ds.config import TensorParallelConfig
 from fp8_ds.errors import UnsupportedError
-from fp8_ds.nn.linear.fp8_linear import _LinearFunction
+from fp8_ds.nn.linear.fp8_linear import _LinearFunction, linear_backward
 from fp8_ds.nn.linear.recipe import Recipe, as_matrix, copied_scales
 from fp8_ds.nn.plan.plan import ForeignLinears
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.ops._register import once_differentiable
 from fp8_ds.ops.quantize import quantize_rowwise
 from fp8_ds.tp.gather import Gathered, Shard
-from fp8_ds.tp.linears import ParallelFp8Linear, linear_backward
+from fp8_ds.tp.linears import ParallelFp8Linear
 
 
 class AutoTpFp8Linear(ParallelFp8Linear):
@@ -199,12 +199,9 @@ def fp8_class(host: Any) -> type[AutoTpFp8Linear] | None:
 
 def autotp_linears(model: nn.Module) -> ForeignLinears:
     """Return the classes of AutoTP's linears in `model`, each with its FP8 class or None."""
-    kinds: set[Any] = {type(module) for module in model.modules() if _is_linear(module)}
+    linears = (module for module in model.modules() if isinstance(module, _LINEARS) and hasattr(module, "weight"))
+    kinds: set[Any] = {type(module) for module in linears}
     return {kind: fp8_class(kind) for kind in kinds}
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, _LINEARS) and hasattr(module, "weight")
 
 
 def set_gathers(model: nn.Module, config: TensorParallelConfig) -> str:
@@ -248,6 +245,3 @@ def as_plain_weights(params: Iterable[Any]) -> Iterator[None]:
                 p.data = data
             if payload is not None:
                 payload.data = codes
-
-
-__all__ = ["AutoTpFp8Linear", "as_plain_weights", "autotp_linears", "set_gathers"]

@@ -13,7 +13,7 @@ these layers compare the first batch only.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from fp8_ds.errors import ConfigError
 from fp8_ds.nn.linear.fp8_linear import (
     Fp8Linear,
-    bias_grad,
     check_input,
     convert_back,
     convert_in_place,
     keep_weight,
+    linear_backward,
     linear_grads,
     read_weight,
     weight_and_input,
@@ -194,21 +194,17 @@ class ParallelFp8Linear(Fp8Linear):
     """
 
     is_parallel = True
+    tp: TensorParallel
     tp_rule: Rule | None
 
     @classmethod
     def from_linear(cls, module: nn.Module, recipe: Recipe) -> Any:
-        """Convert `module` to FP8 in place: same object, same Parameters, hooks and state dict.
+        """Convert `module`, of exactly this class's host class, to FP8 in place: same object, Parameters and hooks.
 
         Raises:
-            ConfigError: `module` is of another class than this one is for, or the recipe does not travel in FP8.
+            ConfigError: the recipe does not travel in FP8.
         """
-        host = cls.__bases__[1]
-        if type(module) is not host:
-            raise ConfigError(
-                f"module: expected a {host.__name__}, got {type(module).__name__}. Shard an nn.Linear first; a layer "
-                "is converted once."
-            )
+        assert type(module) is cls.__bases__[1]
         gathers = isinstance(module, ParallelLinear) and module.tp.config.gather == "fp8"
         rule = rule_of(recipe) if gathers else None
         convert_in_place(module, cls)
@@ -220,17 +216,8 @@ class ParallelFp8Linear(Fp8Linear):
         del self.fp8_recipe, self.tp_rule
         convert_back(self, type(self).__bases__[1])
 
-
-def linear_backward(ctx: Any, grad_output: Tensor, send: Callable[[Tensor], None] | None = None) -> tuple[Any, ...]:
-    """Compute gradients of x, weight and bias from what a forward has left on `ctx`; `send` as in `linear_grads`."""
-    needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-    grad_TO = as_matrix(grad_output)
-    weight, kept = weight_and_input(ctx, needs_weight)
-    grad_input, grad_weight = linear_grads(
-        grad_TO, weight, ctx.recipe, kept, needs_input=needs_input, dtype=grad_output.dtype, send=send
-    )
-    grad_bias = bias_grad(grad_TO, ctx.bias_dtype) if needs_bias else None
-    return None if grad_input is None else grad_input.view(ctx.x_shape), grad_weight, grad_bias
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, gather={self.tp.config.gather}"
 
 
 class _ColumnFunction(torch.autograd.Function):
@@ -264,9 +251,6 @@ class ColumnParallelFp8Linear(ParallelFp8Linear, ColumnParallelLinear):
     def forward(self, input: Tensor) -> Tensor:
         return _column_output(input, self.tp, self)
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, gather={self.tp.config.gather}"
-
     @staticmethod
     def mlp_function(linears: Sequence[Any]) -> Any:  # type: ignore[override]
         """Return `parallel_mlp` if it computes what gate, up and down give by themselves; else None."""
@@ -294,15 +278,10 @@ def _column_output(x: Tensor, tp: TensorParallel, layer: ColumnParallelFp8Linear
 def gather_input(
     x: Tensor, tp: TensorParallel, rule: Rule, shape: tuple[int, ...] | None = None
 ) -> tuple[Tensor, Gathered]:
-    """Quantize a shard and gather it.
-
-    Args:
-        x: [..., I], this rank's tokens.
-        rule: of the layers that will read it.
-        shape: of the nominal tensor; None: [1, T, I].
+    """Quantize this rank's tokens [..., I] by the rule of the layers that will read them, and gather them.
 
     Returns:
-        (nominal tensor, what it stands for); see `gather_tokens_fp8`.
+        (nominal tensor of `shape`, what it stands for); see `gather_tokens_fp8`.
     """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -366,9 +345,6 @@ class RowParallelFp8Linear(ParallelFp8Linear, RowParallelLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         return _row_output(input, self.tp, self)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, gather={self.tp.config.gather}"
 
 
 @traced_where_possible

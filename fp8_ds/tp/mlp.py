@@ -146,16 +146,7 @@ def _apply(x: Tensor, tp: TensorParallel, linears: Sequence[Any], nonlinear: Non
 
 
 def parallel_mlp(x: Tensor, linears: Sequence[Any], nonlinear: Nonlinear) -> Tensor:
-    """Compute `down(silu(gate(x)) * up(x))` of a shard of the tokens. Collective.
-
-    Args:
-        x: bf16 [..., I], this rank's tokens.
-        linears: gate, up and down, TP-sharded and in FP8, with sequence parallelism and a local scale on each rank:
-            those for which `ColumnParallelFp8Linear.mlp_function` returns this function.
-        nonlinear: how gate and up are kept, see `Producer`.
-
-    Returns:
-        bf16 [1, S, I].
-    """
+    """Compute as `swiglu_mlp` from this rank's tokens, bf16 [..., I], its tokens of the output, bf16 [1, S, I], by
+    linears for which `ColumnParallelFp8Linear.mlp_function` returns this function. Collective."""
     check_input(x, linears[0].weight)
     return _apply(x, linears[0].tp, linears, nonlinear)

@@ -23,7 +23,7 @@ from fp8_ds.tp.linears import (
     contexts_of,
     sum_gradient,
 )
-from fp8_ds.tp.rules import RECIPES
+from fp8_ds.tp.rules import RULES
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,9 @@ def configure(model: nn.Module, config: TensorParallelConfig, recipe: str) -> No
             "fp8.tensor_parallel: expected a model that fp8_ds.tp.parallelize has sharded, got one without parallel "
             "layers. Call it before deepspeed.initialize, or remove the key."
         )
-    if contexts and config.gather == "fp8" and recipe not in RECIPES:
+    if contexts and config.gather == "fp8" and recipe not in RULES:
         raise ConfigError(
-            f"fp8.linear.recipe: expected one of {', '.join(RECIPES)} with tensor-parallel layers and "
+            f"fp8.linear.recipe: expected one of {', '.join(RULES)} with tensor-parallel layers and "
             f'fp8.tensor_parallel.gather "fp8", got {recipe}. Use one of these, or "gather": "bf16".'
         )
     for tp in contexts:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from fp8_ds.errors import ConfigError
 from fp8_ds.nn.linear.recipe import Fp8Weight, Quantized, Recipe, as_matrix
-from fp8_ds.nn.linear.recipes import BlockwiseRecipe, RowwiseRecipe, TensorwiseRecipe
 from fp8_ds.numerics.formats import E4M3, Float8Format
 from fp8_ds.numerics.scale import pow2_scale
 from fp8_ds.ops.align import align
@@ -28,9 +27,6 @@ from fp8_ds.ops.blockwise import BLOCK, block_amax, quantize_blockwise, transpos
 from fp8_ds.ops.quantize import quantize_colwise_t, quantize_part, quantize_tensor_pow2
 from fp8_ds.ops.transpose import transpose
 from fp8_ds.tp.gather import Gathered, Shard
-
-RECIPES = ("tensorwise", "rowwise", "blockwise")
-"""Recipes of linears whose operands can be gathered in FP8."""
 
 Kept = tuple[Tensor, Tensor]
 """(columns [I, T], scale_inv): x as grad_weight takes it."""
@@ -90,14 +86,8 @@ class Rule(ABC):
         kept: Kept | None,
         dtypes: tuple[torch.dtype, torch.dtype],
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return (grad_input [T, I], grad_weight [O, I]) of a gathered grad_output; None for what is not wanted.
-
-        Args:
-            gathered: grad_output.
-            weight_fp8: from `prepared`; None: grad_input is not wanted.
-            kept: of x; None: grad_weight is not wanted.
-            dtypes: of the two.
-        """
+        """Return (grad_input [T, I], grad_weight [O, I]) of a gathered grad_output, in `dtypes`; None for the first
+        without a weight (from `prepared`), for the second without what was kept of x."""
         grad_input = None if weight_fp8 is None else self.grad_input(self.rows(gathered), weight_fp8, dtypes[0])
         return grad_input, None if kept is None else self.grad_weight(gathered, kept, dtypes[1])
 
@@ -200,18 +190,18 @@ class BlockRule(Rule):
         return transpose_blockwise(rows.rows, rows.scale_inv)
 
 
+RULES: dict[str, type[Rule]] = {"tensorwise": TensorRule, "rowwise": RowRule, "blockwise": BlockRule}
+"""Rules by the recipes of linears whose operands can be gathered in FP8."""
+
+
 def rule_of(recipe: Recipe) -> Rule:
     """Return the rule of a layer with `recipe`. Raises ConfigError where there is none."""
-    if type(recipe) is TensorwiseRecipe:
-        return TensorRule(recipe)
-    if type(recipe) is RowwiseRecipe:
-        return RowRule(recipe)
-    if type(recipe) is BlockwiseRecipe:
-        return BlockRule(recipe)
-    raise ConfigError(
-        f"fp8.linear.recipe: expected one of {', '.join(RECIPES)} for tensor-parallel layers, got {recipe.name}. Set "
-        "one of these."
-    )
+    if recipe.name not in RULES:
+        raise ConfigError(
+            f"fp8.linear.recipe: expected one of {', '.join(RULES)} for tensor-parallel layers, got {recipe.name}. Set "
+            "one of these."
+        )
+    return RULES[recipe.name](recipe)
 
 
 def quantize_rows_pow2(x: Tensor, fmt: Float8Format) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fp8_ds.config import LinearConfig, TensorParallelConfig
 from fp8_ds.nn.linear.fp8_linear import Fp8Linear
 from fp8_ds.nn.linear.recipe import Recipe
-from fp8_ds.nn.plan.convert import _RECIPES
+from fp8_ds.nn.linear.recipes import RECIPES
 from fp8_ds.tp import ColumnParallelLinear, ParallelGroups, RowParallelLinear, TensorParallel
 
 GROUPS: dict[int, ParallelGroups] = {}
@@ -51,7 +51,7 @@ def context(sequence_parallel: bool = True, **config: Any) -> TensorParallel:
 
 
 def recipe(name: str, **config: Any) -> Recipe:
-    return _RECIPES[name](LinearConfig(recipe=name, **config))
+    return RECIPES[name](LinearConfig(recipe=name, **config))
 
 
 def linear(out_features: int, in_features: int, dtype: torch.dtype, bias: bool = True, seed: int = 0) -> nn.Linear:

@@ -147,7 +147,7 @@ def trained(stage: int, fp8: dict[str, Any] | None, change: Callable[..., None])
     try:
         with engine_of(stage, fp8, change) as (engine, calls):
             losses = training.train(engine, 2)
-            plan = "" if fp8 is None else "\n".join([engine.fp8_report()["plan"], engine.fp8.plan.table()])
+            plan = "" if fp8 is None else "\n".join([engine.fp8_report()["plan"], *map(str, engine.fp8.plan.layers)])
             return {"calls": sorted(calls), "losses": losses, "plan": plan}
     except (RuntimeError, ValueError) as error:
         return {"error": f"{type(error).__name__}: {error}"}

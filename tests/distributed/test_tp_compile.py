@@ -47,7 +47,7 @@ def cut_model(
         for layer in model.model.model.layers:
             parts = find_swiglu(layer.mlp)
             assert isinstance(parts, SwigluNames)
-            FusedSwiglu.from_mlp(layer.mlp, parts, Producer((layer.mlp.down_proj,), nonlinear))
+            FusedSwiglu.fuse(layer.mlp, parts, Producer((layer.mlp.down_proj,), nonlinear))
     return model, tp
 
 

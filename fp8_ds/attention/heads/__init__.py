@@ -66,11 +66,6 @@ def quantize(
 
 
 def dequantize(x_fp8: Tensor, scale_inv: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> Tensor:
-    """Compute `x_fp8 * scale_inv` in bf16; it is exact where bf16 holds it as a normal number.
-
-    Args:
-        x_fp8: float8_e4m3fn, one of the three tensors that `quantize` returned.
-        scale_inv: float32 [sequences, kv heads], contiguous: its row of the descales.
-        cu_seqlens, max_seqlen: bounds and longest length of packed sequences; else None and any number.
-    """
+    """Compute in bf16 one of the tensors that `quantize` returned times `scale_inv`, its row of the descales, exactly
+    where bf16 holds the product as a normal number. Without packed sequences `cu_seqlens` is None."""
     return _dequantize_op(x_fp8, scale_inv, cu_seqlens, max_seqlen)

@@ -14,11 +14,9 @@ from fp8_ds.nn.fused.module import (
     FORMAT,
     FusedModule,
     Nonlinear,
-    Producer,
     as_rows,
     bf16_argument,
     deliver,
-    fused_class,
     keep,
     recover,
 )
@@ -72,14 +70,7 @@ class FusedSwiglu(FusedModule):
     more, if all modules have a hook, and with anything but one bf16 tensor.
     """
 
-    fp8_names: SwigluNames
-
-    @classmethod
-    def from_mlp(cls, module: nn.Module, parts: SwigluNames, producer: Producer) -> None:
-        """Fuse `module` in place: same object, Parameters, hooks and state dict. See `find_swiglu`."""
-        module.__class__ = fused_class(cls, type(module))
-        assert isinstance(module, FusedSwiglu)
-        module.fp8_names, module.fp8_producer = parts, producer
+    fp8_parts: SwigluNames
 
     def fp8_function(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Tensor] | None:
         """Return the function that computes all of it at once for these arguments; None: its linears are called."""
@@ -87,13 +78,13 @@ class FusedSwiglu(FusedModule):
 
     def _argument(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         x = bf16_argument(args, kwargs)
-        path = self.fp8_names.activation
+        path = self.fp8_parts.activation
         if x is None or torch.is_autocast_enabled(x.device.type) or (path and not is_silu(attribute_at(self, path))):
             return None
         return x
 
     def _linears(self) -> list[Any]:
-        parts = self.fp8_names
+        parts = self.fp8_parts
         return [getattr(self, name) for name in (parts.gate, parts.up, parts.down)]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

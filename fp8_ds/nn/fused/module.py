@@ -79,9 +79,21 @@ def recover(kept: Sequence[Tensor]) -> Tensor:
 
 
 class FusedModule(nn.Module):
-    """Mix-in before the class of a fused module, which keeps its Parameters, hooks and state dict."""
+    """Mix-in before the class of a fused module, which keeps its Parameters, hooks and state dict.
+
+    Attributes:
+        fp8_parts: what the search has found of the class's forward.
+    """
 
     fp8_producer: Producer
+    fp8_parts: Any
+
+    @classmethod
+    def fuse(cls, module: nn.Module, parts: Any, producer: Producer) -> None:
+        """Fuse `module` in place: the same object."""
+        module.__class__ = fused_class(cls, type(module))
+        assert isinstance(module, FusedModule)
+        module.fp8_parts, module.fp8_producer = parts, producer
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _new, type(self).__bases__, *super().__reduce_ex__(protocol)[2:]

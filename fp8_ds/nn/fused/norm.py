@@ -10,11 +10,9 @@ from torch import Tensor, nn
 from fp8_ds.nn.fused.module import (
     FORMAT,
     FusedModule,
-    Producer,
     as_rows,
     bf16_argument,
     deliver,
-    fused_class,
     keep,
     recover,
 )
@@ -38,7 +36,7 @@ class _RMSNormFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, module: FusedRMSNorm, recipe: Recipe, record: bool) -> Any:
         scaling = recipe.producer_scaling()
         by = scaling or "rowwise"
-        eps, rounding = module.fp8_eps, module.fp8_rounding
+        eps, rounding = module.fp8_parts
         output, rstd = rmsnorm(as_rows(x), weight, eps, FORMAT, by, record=record, rounding=rounding)
         if record and any(ctx.needs_input_grad):
             ctx.save_for_backward(weight, rstd, *keep(x, module.fp8_producer.nonlinear))
@@ -81,15 +79,7 @@ class FusedRMSNorm(FusedModule):
     weight, and under torch.compile, which fuses it by itself, unless its input is to be kept in FP8.
     """
 
-    fp8_eps: float
-    fp8_rounding: Rounding
-
-    @classmethod
-    def from_norm(cls, module: nn.Module, arithmetic: tuple[float, Rounding], producer: Producer) -> None:
-        """Fuse `module` in place: same object, Parameters, hooks and state dict. See `arithmetic_of`."""
-        module.__class__ = fused_class(cls, type(module))
-        assert isinstance(module, FusedRMSNorm)
-        (module.fp8_eps, module.fp8_rounding), module.fp8_producer = arithmetic, producer
+    fp8_parts: tuple[float, Rounding]  # from `arithmetic_of`
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         is_traced = torch.compiler.is_compiling()
@@ -102,7 +92,8 @@ class FusedRMSNorm(FusedModule):
         apply: Any  # untyped in torch
         if is_traced:
             apply = _TracedFunction.apply
-            return apply(x, weight, self.fp8_eps, self.fp8_rounding == "twice")
+            eps, rounding = self.fp8_parts
+            return apply(x, weight, eps, rounding == "twice")
         apply = _RMSNormFunction.apply
         return apply(x, weight, self, recipe, torch.is_grad_enabled())
 

@@ -204,10 +204,10 @@ def fuse_producers(model: nn.Module, activations: ActivationsConfig) -> Fusion:
         if isinstance(module, FusedModule):
             raise ConfigError(f"model: expected no fused module yet, got one at {fqn!r}. Fuse a model once only.")
         if is_candidate(module) and places[module]:
-            kind, fuse, readers = _NORM, FusedRMSNorm.from_norm, linears_that_read(*places[module][0])
+            kind, fuse, readers = _NORM, FusedRMSNorm.fuse, linears_that_read(*places[module][0])
             found = arithmetic_of(module) if len(places[module]) == 1 else "used in several places"
         else:
-            kind, fuse, found = _SWIGLU, FusedSwiglu.from_mlp, find_swiglu(module)
+            kind, fuse, found = _SWIGLU, FusedSwiglu.fuse, find_swiglu(module)
             if isinstance(found, str) and not module._modules.keys() >= _MLP_NAMES:
                 continue
             readers = [] if isinstance(found, str) else [getattr(module, found.down)]

@@ -5,7 +5,6 @@ Shape suffixes: T tokens (all leading dims), I input features, O output features
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -13,8 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fp8_ds.errors import ConfigError
-from fp8_ds.nn.linear.recipe import Fp8Weight, Kept, Quantized, Recipe, copied_scales
+from fp8_ds.nn.linear.recipe import Fp8Weight, Kept, Quantized, Recipe, as_matrix, copied_scales
 from fp8_ds.ops._register import once_differentiable
 
 _INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -178,17 +176,20 @@ class _LinearFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_TO = grad_output.reshape(math.prod(ctx.x_shape[:-1]), grad_output.shape[-1]).contiguous()
-        weight, kept = weight_and_input(ctx, needs_weight)
-        grad_input, grad_weight = linear_grads(
-            grad_TO, weight, ctx.recipe, kept, needs_input=needs_input, dtype=grad_output.dtype
-        )
-        if grad_input is not None:
-            grad_input = grad_input.reshape(ctx.x_shape)
-        grad_bias = bias_grad(grad_TO, ctx.bias_dtype) if needs_bias else None
-        return grad_input, grad_weight, grad_bias, None, None
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        return *linear_backward(ctx, grad_output), None, None
+
+
+def linear_backward(ctx: Any, grad_output: Tensor, send: Callable[[Tensor], None] | None = None) -> tuple[Any, ...]:
+    """Compute gradients of x, weight and bias from what a forward has left on `ctx`; `send` as in `linear_grads`."""
+    needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    grad_TO = as_matrix(grad_output)
+    weight, kept = weight_and_input(ctx, needs_weight)
+    grad_input, grad_weight = linear_grads(
+        grad_TO, weight, ctx.recipe, kept, needs_input=needs_input, dtype=grad_output.dtype, send=send
+    )
+    grad_bias = bias_grad(grad_TO, ctx.bias_dtype) if needs_bias else None
+    return None if grad_input is None else grad_input.view(ctx.x_shape), grad_weight, grad_bias
 
 
 def keep_weight(ctx: Any, weight: Tensor, weight_fp8: Fp8Weight, *, record: bool) -> tuple[Tensor, ...]:
@@ -249,20 +250,8 @@ class Fp8Linear(nn.Linear):
         Args:
             module: exactly an nn.Linear.
             recipe: the layer's own (a DelayedRecipe has the slots of one layer).
-
-        Raises:
-            ConfigError: `module` is an Fp8Linear already, or of another subclass of nn.Linear; or its forward, or that
-                of nn.Linear, was replaced.
         """
-        if type(module) is not nn.Linear:
-            raise ConfigError(
-                f"module: expected an nn.Linear, got {type(module).__name__}. A layer is converted once, and only if "
-                "its class is exactly nn.Linear."
-            )
-        if (reason := replaced_forward(module)) is not None:
-            raise ConfigError(
-                f"module: expected nn.Linear's own forward, got another: {reason}. Undo that, or leave it in bf16."
-            )
+        assert type(module) is nn.Linear, f"a {type(module).__name__}, not exactly nn.Linear"
         convert_in_place(module, cls)
         assert isinstance(module, Fp8Linear)
         module.fp8_recipe = recipe
@@ -273,10 +262,7 @@ class Fp8Linear(nn.Linear):
 
     def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """Compute `input W^T + bias` in FP8, [..., out_features]."""
-        return self.computed(self.checked(input, self.weight), bias)
-
-    def computed(self, input: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute `product` of an input that has been checked."""
+        input = self.checked(input, self.weight, self.in_features if self.fp8_recipe.weight_is_transposed else None)
         apply: Any = _LinearFunction.apply  # untyped in torch
         if torch._C._get_tracing_state():
             return self._traced(apply, input, bias)
@@ -359,9 +345,6 @@ class Fp8Conv1D(Fp8Linear):
         module.fp8_recipe = recipe
         recipe.weight_is_transposed = True
         return module
-
-    def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
-        return self.computed(self.checked(input, self.weight, self.in_features), bias)
 
     def revert(self) -> None:
         del self.fp8_recipe, self.in_features, self.out_features

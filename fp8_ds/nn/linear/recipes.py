@@ -308,6 +308,12 @@ class BlockwiseRecipe(Recipe):
         return scaled_mm_blockwise(grad_fp8.columns, kept[0], *scales, dtype, self.backend)
 
 
+RECIPES: dict[str, type[Recipe]] = {
+    recipe.name: recipe for recipe in (TensorwiseRecipe, RowwiseRecipe, RowwiseGradWeightHpRecipe, BlockwiseRecipe)
+}
+"""Recipes without a history, by name."""
+
+
 def _tiles(weight: Fp8Weight) -> Tensor:
     """Return the weight's scales as a grid of tiles; one for all (a split master's) is written into each."""
     if weight.scale_inv.dim() == 2:

@@ -192,7 +192,7 @@ class Fp8Experts(nn.Module):
     # The host reads how many tokens each expert has: a graph would be made anew for any other numbers.
     @_disable_dynamo
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Compute as `experts_reference.stock_forward`."""
+        """Compute as `stock_forward`."""
         weight: Any = self.gate_up_proj
         # Of transformers' implementations this one casts what it reads; the others raise, as nn.Linear does.
         is_cast = getattr(getattr(self, "config", None), "_experts_implementation", None) == "grouped_mm"

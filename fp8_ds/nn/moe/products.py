@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fp8_ds.config import LinearConfig
 from fp8_ds.nn.linear.fp8_linear import checked_weights
 from fp8_ds.nn.linear.recipe import Fp8Weight, Quantized, Recipe
 from fp8_ds.ops import grouped
@@ -146,19 +145,6 @@ def _on_host(ends: Tensor, num_tokens: int) -> list[int]:
     num_experts = len(ends) - 1
     each = -(-num_tokens // num_experts // ALIGNMENT) * ALIGNMENT
     return [each * min(expert + 1, num_experts) for expert in range(num_experts + 1)]
-
-
-def why_too_many(
-    num_experts: int, features: Iterable[int], config: LinearConfig, device: torch.device | None, *, is_whole: bool
-) -> str | None:
-    """Say why a layer's experts stay in bf16: more than `MAX_IN_A_LOOP` would be a loop. None: they can be FP8.
-
-    `is_whole`: whether all its weights would be in FP8 otherwise. The others: as in `can_be_one_launch`.
-    """
-    is_one_launch = is_whole and config.backend == "torch" and can_be_one_launch(features, device)
-    if num_experts <= MAX_IN_A_LOOP or is_one_launch:
-        return None
-    return f"more than {MAX_IN_A_LOOP} experts, which would be a loop"
 
 
 def can_be_one_launch(features: Iterable[int], device: torch.device | None) -> bool:

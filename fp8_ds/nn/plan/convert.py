@@ -12,27 +12,14 @@ import torch
 from torch import nn
 
 from fp8_ds.config import LinearConfig
-from fp8_ds.errors import ConfigError
 from fp8_ds.nn.fused.search import linears_that_read
-from fp8_ds.nn.linear.fp8_linear import Fp8Linear, replaced_forward
+from fp8_ds.nn.linear.fp8_linear import Fp8Linear
 from fp8_ds.nn.linear.recipe import InputCache, Recipe
-from fp8_ds.nn.linear.recipes import (
-    BlockwiseRecipe,
-    DelayedRecipe,
-    RowwiseGradWeightHpRecipe,
-    RowwiseRecipe,
-    TensorwiseRecipe,
-)
-from fp8_ds.nn.moe import experts
+from fp8_ds.nn.linear.recipes import RECIPES, DelayedRecipe
 from fp8_ds.nn.moe.experts import ExpertsWeight, Fp8Experts
-from fp8_ds.nn.plan.plan import ForeignLinears, LayerPlan, Plan, fp8_class_of, weights_of
+from fp8_ds.nn.plan.plan import ForeignLinears, LayerPlan, Plan, fp8_class_of
 from fp8_ds.numerics.formats import BY_NAME, E4M3
 from fp8_ds.numerics.scale import AmaxHistory
-
-_RECIPES: dict[str, type[Recipe]] = {
-    recipe.name: recipe for recipe in (TensorwiseRecipe, RowwiseRecipe, RowwiseGradWeightHpRecipe, BlockwiseRecipe)
-}
-
 
 INPUT_SLOTS = slice(0, None, 2)
 """Slots of the inputs in the amax history of `apply_plan`; the others are of grad_outputs."""
@@ -62,27 +49,23 @@ def apply_plan(
 ) -> AmaxHistory | None:
     """Convert the plan's FP8 layers in place, each to an Fp8Linear or a weight of Fp8Experts.
 
-    All of them are converted, or none; the rest of the model is untouched.
+    The rest of the model is untouched.
 
     Args:
         model, linear_config, foreign: as given to `make_plan`.
-        plan: from `make_plan` or `Plan.from_state`.
+        plan: from `make_plan`, for this model as it is.
         device: where the amax history lives, the device of training.
 
     Returns:
         The amax history for recipe "delayed": slot 2 i for the i-th converted layer's input, 2 i + 1 for its
         grad_output. None for the other recipes.
-
-    Raises:
-        ConfigError: a layer of the plan is missing, is of another shape, has a forward of its own, or is converted
-            already; nothing is changed.
     """
     modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
     converters = [_converter(modules, layer, foreign) for layer in plan.layers if layer.converted]
     input_cache = InputCache()
     if linear_config.recipe != "delayed":
         for convert in converters:
-            convert(_RECIPES[linear_config.recipe](linear_config, input_cache))
+            convert(RECIPES[linear_config.recipe](linear_config, input_cache))
         return None
     fp8_max = [E4M3.max, BY_NAME[linear_config.grad_dtype].max] * len(converters)
     names = [f"{layer.fqn} {kind}" for layer in plan.layers if layer.converted for kind in ("input", "grad_output")]
@@ -94,32 +77,13 @@ def apply_plan(
 
 
 def _converter(modules: Mapping[str, Any], layer: LayerPlan, foreign: ForeignLinears) -> Callable[[Recipe], object]:
-    """Return the function that puts `layer` into FP8, given its recipe; raise as `apply_plan` does."""
+    """Return the function that puts `layer` into FP8, given its recipe."""
     owner, _, name = layer.weight_name.rpartition(".")
-    module = modules.get(owner)
-    convert: Callable[[Recipe], object] | None = None
-    if module is not None and layer.num_experts and experts.is_stock_experts(module):
-        convert = partial(experts.Fp8Experts.convert_weight, module, name)
-    elif module is not None and not layer.num_experts and (fp8_class := fp8_class_of(module, foreign)) is not None:
-        convert = partial(fp8_class.from_linear, module)
-    if convert is None:
-        found = "nothing" if module is None else f"a {type(module).__name__}"
-        what = "experts" if layer.num_experts else "an nn.Linear"
-        raise ConfigError(
-            f"layer plan: expected {what} at {layer.fqn!r}, got {found}. Apply a plan once, to its own model."
-        )
-    shape = next((shape for own, _, shape in weights_of(module, [owner]) if own == name), ())
-    if shape != layer.shape:
-        raise ConfigError(
-            f"layer plan: expected {layer.fqn!r} of shape {layer.shape}, got {shape}. Use the plan of this model."
-        )
-    assert module is not None
-    if (reason := replaced_forward(module, experts.is_experts(module))) is not None:
-        raise ConfigError(
-            f"layer plan: expected {layer.fqn!r} with its class's forward, got one that was replaced ({reason}). "
-            "Wrap it after the conversion."
-        )
-    return convert
+    if layer.num_experts:
+        return partial(Fp8Experts.convert_weight, modules[owner], name)
+    fp8_class = fp8_class_of(modules[owner], foreign)
+    assert fp8_class is not None, f"{layer.fqn} is converted already, or the plan is of another model"
+    return partial(fp8_class.from_linear, modules[owner])
 
 
 def _set_leaders(model: nn.Module) -> None:

@@ -7,35 +7,16 @@ from typing import Any
 
 from torch import nn
 
-from fp8_ds.config import AttentionConfig, LinearConfig
 from fp8_ds.nn.plan.plan import Plan, kind_of, other_weights
 
 MIN_NUMEL = 1 << 22
-"""Elements of the smallest weight that gains.
+"""Elements of the smallest weight, on one rank, that takes less time in FP8 than in bf16, with casts and transposes.
 
 On an H200, with 8,192 tokens, bf16's time over FP8's is 1.01 to 1.26 for weights of 1024 x 4096 and 2048 x 2048, by the
 recipe (`tensorwise`: 1.09 and 1.18), and 0.72 to 1.04 for those of 768 x 3072. Measured was one linear, forward and
-backward, on the device; source: benchmarks/results/2026-11-23-layer-table.md.
+backward, on the device; source: benchmarks/results/2026-11-23-layer-table.md. Fewer tokens move the tie to larger
+weights, a fused producer or a shared input to smaller ones.
 """
-
-
-def fp8_pays(out_features: int, in_features: int) -> bool:
-    """Whether a linear of this size, on one rank, takes less time in FP8 than in bf16, casts and transposes included.
-
-    A rule of thumb: fewer tokens than 8,192 move the tie to larger weights, a fused producer or a shared input to
-    smaller ones.
-    """
-    return out_features * in_features >= MIN_NUMEL
-
-
-def share_of_linears(config: LinearConfig) -> float:
-    """Return the share in FP8 of a converted linear's three products: output, gradients of input and weight."""
-    return 2 / 3 if config.recipe == "rowwise_with_gw_hp" else 1.0
-
-
-def share_of_attention(config: AttentionConfig) -> float:
-    """Return the share in FP8 of attention's products, forward and backward: at most the forward, a third."""
-    return 1 / 3 if config.backend in ("fa3_fp8", "fa3_fp8_emulated") else 0.0
 
 
 @dataclass(frozen=True)
@@ -56,7 +37,10 @@ def products(model: nn.Module, plan: Plan) -> list[Product]:
     planned = {layer.fqn: layer for layer in plan.layers}
     others: dict[str, list[Product]] = {}
     for fqn, module, name, p in other_weights(model):
-        others.setdefault(fqn, []).append(_other(f"{fqn}.{name}", module, p))
+        share = _share_of_experts(module, p.shape[0]) if p.dim() == 3 else 1.0
+        flops, reason = round(2 * p.numel() * share), f"a {kind_of(module)}, not an nn.Linear"
+        product = Product(f"{fqn}.{name}", type(module).__name__, tuple(p.shape), flops, False, reason)
+        others.setdefault(fqn, []).append(product)
     found: list[Product] = []
     for fqn, module in model.named_modules():
         rows = [planned[name] for name in (fqn, *(f"{fqn}.{name}" for name in module._parameters)) if name in planned]
@@ -66,12 +50,6 @@ def products(model: nn.Module, plan: Plan) -> list[Product]:
             found.append(Product(row.fqn, type(module).__name__, row.shape, flops, row.converted, row.reason))
         found.extend(others.get(fqn, ()))
     return found
-
-
-def _other(fqn: str, module: nn.Module, p: nn.Parameter) -> Product:
-    share = _share_of_experts(module, p.shape[0]) if p.dim() == 3 else 1.0
-    reason = f"a {kind_of(module)}, not an nn.Linear"
-    return Product(fqn, type(module).__name__, tuple(p.shape), round(2 * p.numel() * share), False, reason)
 
 
 def _share_of_experts(module: nn.Module, num_experts: int) -> float:

@@ -16,9 +16,8 @@ from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
 from fp8_ds.nn.fused.search import by_reason
 from fp8_ds.nn.linear.fp8_linear import Fp8Conv1D, Fp8Linear, conv1d_class, full_shape, is_conv1d, replaced_forward
-from fp8_ds.nn.moe import experts
+from fp8_ds.nn.moe import experts, products
 from fp8_ds.nn.moe.experts import is_experts, why_not
-from fp8_ds.nn.moe.products import why_too_many
 from fp8_ds.nn.plan.ends import NameFilter, linears_at_ends
 
 ForeignLinears = Mapping[type[nn.Module], type[Fp8Linear] | None]
@@ -90,15 +89,6 @@ class Plan:
             share = others.percent_of_model(others.numel)
             text += f"; bf16, not nn.Linear: {others.describe()} ({share:.1f} % of all weights)"
         return text
-
-    def table(self) -> str:
-        """Return one row per linear: name, [out, in], fp8 or bf16, reason."""
-        width = max((len(layer.fqn) for layer in self.layers), default=0)
-        rows = [
-            f"{layer.fqn:<{width}}  {list(layer.shape)}  {'fp8 ' if layer.converted else 'bf16'}  {layer.reason}"
-            for layer in self.layers
-        ]
-        return "\n".join([self.describe(), *rows])
 
     def filter_fqns(self) -> list[str] | None:
         """Return the shortest name endings that, as `linear.filter_fqns`, leave just this plan's bf16 layers in bf16.
@@ -248,11 +238,15 @@ def make_plan(
 
 
 def _without_too_many(rows: list[LayerPlan], config: LinearConfig, device: torch.device | None) -> list[LayerPlan]:
-    """Return the rows of one module, with experts in bf16 if they are too many."""
+    """Return the rows of one module, with experts in bf16 if they would be a loop of more than `MAX_IN_A_LOOP`."""
+    if rows[0].num_experts <= products.MAX_IN_A_LOOP:
+        return rows
     features = [size for row in rows for size in row.shape[-2:]]
-    is_whole = all(row.converted for row in rows)
-    reason = why_too_many(rows[0].num_experts, features, config, device, is_whole=is_whole)
-    return [replace(row, converted=False, reason=reason) if reason and row.converted else row for row in rows]
+    can_be_fp8 = all(row.converted for row in rows) and config.backend == "torch"
+    if can_be_fp8 and products.can_be_one_launch(features, device):
+        return rows
+    reason = f"more than {products.MAX_IN_A_LOOP} experts, which would be a loop"
+    return [replace(row, converted=False, reason=reason) if row.converted else row for row in rows]
 
 
 def converted_already(found: str) -> ConfigError:

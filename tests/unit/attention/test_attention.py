@@ -210,7 +210,6 @@ def test_it_compiles_without_a_graph_break_to_the_same_bits(is_packed: bool, had
         ({"backend": "cudnn"}, "backend: expected one of fa3, .* got 'cudnn'.* scaled_dot_product_attention"),
         ({"dropout": 0.1}, r"dropout: expected 0.0, got 0.1\. .*Transformer Engine"),
         ({"bias": torch.zeros(24, 24)}, r"bias: expected None, got \(24, 24\)"),
-        ({"context_parallel_size": 2}, "context_parallel_size: expected 1, got 2"),
         ({"hadamard": True}, "hadamard: expected false with backend reference, got true"),
         ({"window": (-2, 0)}, r"window: expected two numbers >= -1, got \(-2, 0\)"),
         ({"packing": PACKING}, r"q: expected \[tokens, heads, dim\]"),

@@ -26,6 +26,7 @@ from transformers.masking_utils import create_causal_mask
 
 from fp8_ds.attention import huggingface
 from fp8_ds.attention.huggingface import RegisteredAttention, refuse_attention_of, refuse_backend, use_backend
+from fp8_ds.config import AttentionConfig
 from fp8_ds.engine.conversion import describe_attention
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.testing import sqnr_db
@@ -42,11 +43,16 @@ SIZES: dict[str, Any] = {
 TOKENS = torch.randint(0, 64, (2, 24), generator=torch.Generator().manual_seed(0))
 
 
+def configured(backend: Any, *, hadamard: bool = False) -> AttentionConfig:
+    """The "attention" block, also with a backend that the block does not take."""
+    return AttentionConfig.model_construct(backend=backend, hadamard=hadamard)
+
+
 def llama(backend: Any = None, *, hadamard: bool = False, **changes: Any) -> Any:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **changes}, attn_implementation="sdpa"))
     if backend is not None:
-        refuse_attention_of(model, backend)
+        refuse_attention_of(model, configured(backend))
         use_backend(nn.Sequential(model), backend, hadamard=hadamard)
     return model
 
@@ -249,29 +255,29 @@ def test_what_it_does_not_do_is_refused_by_name() -> None:
 def test_models_outside_of_the_registry_and_missing_packages_are_refused_at_start() -> None:
     for model in (nn.Linear(4, 4), nn.MultiheadAttention(8, 2)):
         with pytest.raises(UnsupportedError, match=r'fp8.attention.backend: expected null .* got "reference"'):
-            refuse_attention_of(model, "reference")
+            refuse_attention_of(model, configured("reference"))
     with pytest.raises(UnsupportedError, match=r"fp8\.attention\.backend: FlashAttention-3: expected a Hopper GPU"):
         refuse_backend("fa3", CPU)
     gpt2 = [
         GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64, attn_pdrop=p)) for p in (0.0, 0.2)
     ]
-    refuse_attention_of(gpt2[0], "reference")
+    refuse_attention_of(gpt2[0], configured("reference"))
     with pytest.raises(UnsupportedError, match=r'expected null with dropout in attention, got "reference" and 0\.2'):
-        refuse_attention_of(gpt2[1], "reference")
-    refuse_attention_of(llama(head_dim=24), "fa3")
+        refuse_attention_of(gpt2[1], configured("reference"))
+    refuse_attention_of(llama(head_dim=24), configured("fa3"))
     with pytest.raises(UnsupportedError, match=r"heads of 24 and values of 24, got .* a multiple of 16"):
-        refuse_attention_of(llama(head_dim=24), "fa3_fp8")
-    refuse_attention_of(llama(head_dim=24), "fa3_fp8_emulated")
+        refuse_attention_of(llama(head_dim=24), configured("fa3_fp8"))
+    refuse_attention_of(llama(head_dim=24), configured("fa3_fp8_emulated"))
     with pytest.raises(
         UnsupportedError, match=r"fp8\.attention\.hadamard: head dim: expected a power of two .* got 24"
     ):
-        refuse_attention_of(llama(head_dim=24), "fa3_fp8_emulated", hadamard=True)
+        refuse_attention_of(llama(head_dim=24), configured("fa3_fp8_emulated", hadamard=True))
 
 
 def test_attributes_of_another_kind_are_left_to_the_first_forward() -> None:
     model = llama()
     model.model.layers[0].self_attn.attention_dropout = "none"
-    refuse_attention_of(model, "reference")
+    refuse_attention_of(model, configured("reference"))
     use_backend(model, "reference", hadamard=False)
     with pytest.raises(UnsupportedError, match=r"dropout: expected 0\.0, got none"):
         model.train()(input_ids=TOKENS)
@@ -280,4 +286,4 @@ def test_attributes_of_another_kind_are_left_to_the_first_forward() -> None:
 def test_a_fault_of_ours_in_reading_a_model_is_not_taken_for_an_odd_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fp8_ds.attention.huggingface._dims", lambda *a: {}["absent"])
     with pytest.raises(KeyError, match="absent"):
-        refuse_attention_of(llama(), "reference")
+        refuse_attention_of(llama(), configured("reference"))

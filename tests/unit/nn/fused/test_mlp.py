@@ -235,7 +235,7 @@ def make(nonlinear="bf16", fused=True):
     for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
         Fp8Linear.from_linear(linear, TensorwiseRecipe(LinearConfig(), shared))
     if fused:
-        FusedSwiglu.from_mlp(mlp, find_swiglu(mlp), Producer((mlp.down_proj,), nonlinear))
+        FusedSwiglu.fuse(mlp, find_swiglu(mlp), Producer((mlp.down_proj,), nonlinear))
     return mlp
 
 

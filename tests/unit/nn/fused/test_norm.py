@@ -133,7 +133,7 @@ def make(norm=None, nonlinear="bf16", shared=None):
         nn.Linear(WIDTH, 32, bias=False).bfloat16(), TensorwiseRecipe(LinearConfig(), shared or InputCache())
     )
     fused = copy.deepcopy(stock)
-    FusedRMSNorm.from_norm(fused, arithmetic_of(fused), Producer((reader,), nonlinear))
+    FusedRMSNorm.fuse(fused, arithmetic_of(fused), Producer((reader,), nonlinear))
     return fused, reader, stock
 
 

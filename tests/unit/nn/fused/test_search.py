@@ -397,8 +397,8 @@ def only_nonlinear(nonlinear):
     model = copy.deepcopy(LAYER)
     layer = model.layer
     for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-        FusedRMSNorm.from_norm(norm, (CONFIG.rms_norm_eps, "twice"), Always((), nonlinear))
-    FusedSwiglu.from_mlp(layer.mlp, find_swiglu(layer.mlp), Always((), nonlinear))
+        FusedRMSNorm.fuse(norm, (CONFIG.rms_norm_eps, "twice"), Always((), nonlinear))
+    FusedSwiglu.fuse(layer.mlp, find_swiglu(layer.mlp), Always((), nonlinear))
     return model
 
 

@@ -55,13 +55,13 @@ def adapted(recipe: str) -> tuple[Any, Any, dict[str, Tensor]]:
 def read_by(linear: Any, monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Tensor]]:
     """Filled with the weights that `linear` computes with, from now on."""
     seen: list[weakref.ref[Tensor]] = []
-    before = Fp8Linear.computed
+    before = Fp8Linear.product
 
-    def computed(self: Any, input: Tensor, bias: Tensor | None) -> Tensor:
+    def product(self: Any, input: Tensor, bias: Tensor | None) -> Tensor:
         seen.append(weakref.ref(self.weight))
         return before(self, input, bias)
 
-    monkeypatch.setattr(Fp8Linear, "computed", computed)
+    monkeypatch.setattr(Fp8Linear, "product", product)
     return seen
 
 
