@@ -332,7 +332,7 @@ def draw(path: Path, runs: Sequence[Mapping[str, Any]]) -> bool:
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("step")
         axis.legend(fontsize=7)
-    figure.savefig(path, dpi=100, metadata={"Software": None})
+    figure.savefig(path, dpi=80, metadata={"Software": None})
     pyplot.close(figure)
     return True
 

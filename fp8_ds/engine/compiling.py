@@ -1,4 +1,4 @@
-"""What `engine.compile()` changes: the limit of graphs, guards on our own fixed objects, rotary tables made once."""
+"""Changes of `engine.compile()`: the limit of graphs, guards on our own fixed objects, rotary tables made once."""
 
 from __future__ import annotations
 
