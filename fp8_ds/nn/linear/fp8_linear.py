@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fp8_ds.errors import ConfigError
 from fp8_ds.nn.linear.recipe import Fp8Weight, Kept, Quantized, Recipe, as_matrix, copied_scales
 from fp8_ds.ops._register import once_differentiable
 
@@ -250,8 +251,20 @@ class Fp8Linear(nn.Linear):
         Args:
             module: exactly an nn.Linear.
             recipe: the layer's own (a DelayedRecipe has the slots of one layer).
+
+        Raises:
+            ConfigError: `module` is an Fp8Linear already, or of another subclass of nn.Linear; or its forward, or that
+                of nn.Linear, was replaced.
         """
-        assert type(module) is nn.Linear, f"a {type(module).__name__}, not exactly nn.Linear"
+        if type(module) is not nn.Linear:
+            raise ConfigError(
+                f"module: expected an nn.Linear, got {type(module).__name__}. A layer is converted once, and only if "
+                "its class is exactly nn.Linear."
+            )
+        if (reason := replaced_forward(module)) is not None:
+            raise ConfigError(
+                f"module: expected nn.Linear's own forward, got another: {reason}. Undo that, or leave it in bf16."
+            )
         convert_in_place(module, cls)
         assert isinstance(module, Fp8Linear)
         module.fp8_recipe = recipe

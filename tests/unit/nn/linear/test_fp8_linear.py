@@ -9,6 +9,7 @@ from support import MANY_SCALES, many_scales
 from torch import nn
 
 from fp8_ds.config import LinearConfig
+from fp8_ds.errors import ConfigError
 from fp8_ds.nn.linear.fp8_linear import Fp8Linear
 from fp8_ds.nn.linear.payload import Fp8Payload
 from fp8_ds.nn.linear.recipes import DelayedRecipe, TensorwiseRecipe
@@ -137,6 +138,12 @@ def test_retyping_keeps_the_object_its_parameters_and_its_state_dict():
     assert converted is linear and linear.weight is weight and linear.bias is bias
     assert list(linear.state_dict()) == keys
     assert "fp8=tensorwise, grad=e5m2, backend=torch, fast=output" in repr(linear)
+    with pytest.raises(ConfigError, match="converted once"):
+        Fp8Linear.from_linear(linear, TensorwiseRecipe(LinearConfig()))
+    patched = nn.Linear(16, 16)
+    patched.forward = lambda x: x
+    with pytest.raises(ConfigError, match=r"nn\.Linear's own forward"):
+        Fp8Linear.from_linear(patched, TensorwiseRecipe(LinearConfig()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
