@@ -11,11 +11,9 @@ from torch import nn
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.config.ds_config import zero_stage
-from fp8_ds.engine import step_callbacks
 from fp8_ds.engine.compat.config import REFUSALS, refuse_config, refuse_unread_reports
 from fp8_ds.engine.compat.model import DEVICE_REFUSALS, MODEL_REFUSALS, refuse_device, refuse_model
 from fp8_ds.errors import ConfigError, UnsupportedError
-from fp8_ds.monitor.sinks import JsonLines
 
 GOOD: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}, "fp8": {"enabled": True}}
 
@@ -187,54 +185,28 @@ AUTO = {
     [
         {},
         {"bf16": None, "bfloat16": {"enabled": True}},
-        {"bf16": {"enabled": "true"}},
         {"zero_optimization": True},
         zero(stage=1),
-        zero(stage="2"),
         zero(offload_optimizer={"device": "none"}, offload_param={"device": "none"}),
-        zero(offload_optimizer=None, offload_param=None, zenflow=None, cpu_offload=None),
         zero(stage=3, zero_hpz_partition_size=1, mics_shard_size=-1, zero_quantized_weights="false"),
         {"fp16": {"enabled": False}, "hybrid_engine": {"enabled": False}, "torch_autocast": {"enabled": False}},
         {"fp16": None, "compile": {}, "tensor_parallel": {"autotp_size": 1}, "zero_optimization": {"stage": 3}},
         {"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 2}},
         {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "fp32"}},
-        {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "bf16"}},
         AUTO,
         reducing({}),
         reducing(zero(reduce_scatter=True, contiguous_gradients="auto", use_multi_rank_bucket_allreduce="true")),
         reducing(zero(stage=3, contiguous_gradients=False, use_multi_rank_bucket_allreduce=False)),
         reducing({"communication_data_type": None, "gradient_predivide_factor": 1.0, "optimizer": {"type": "AdamW"}}),
-        zero(stage=3, reduce_scatter=False) | {"optimizer": {"type": "Muon"}},
         zero(reduce_scatter=False, contiguous_gradients=False, use_multi_rank_bucket_allreduce=False),
         {"communication_data_type": "fp32", "gradient_predivide_factor": 2.0, "optimizer": {"type": "Muon"}},
-        with_states("Adam", amsgrad=False, bias_correction=True),
         with_states("adamw", amsgrad="auto"),
         {"fp8": {"optimizer": {"states": "fp8"}}},
-        {"optimizer": {"type": "Lion", "params": {"amsgrad": True, "bias_correction": False}}},
     ],
     ids=str,
 )
 def test_off_values_old_spellings_and_auto_are_not_refused(change: dict[str, Any]) -> None:
     refuse_config(merged(change))
-
-
-def test_the_off_value_none_of_an_enum_is_not_refused() -> None:
-    from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-
-    refuse_config(merged(zero(offload_param={"device": OffloadDeviceEnum.none})))
-    with pytest.raises(UnsupportedError, match="offload_param"):
-        refuse_config(merged(zero(offload_param={"device": OffloadDeviceEnum.cpu})))
-
-
-def test_all_reasons_come_at_once() -> None:
-    with pytest.raises(UnsupportedError) as caught:
-        refuse_config({"fp16": {"enabled": True}})
-    assert len(str(caught.value).splitlines()) == 4  # no stage, fp16, no bf16
-
-
-def test_a_number_that_no_integer_is_is_left_to_deepspeeds_own_check() -> None:
-    for value in (float("inf"), float("nan"), "two", []):
-        assert zero_stage({"zero_optimization": {"stage": value}}) == 0
 
 
 @pytest.mark.parametrize("value", [True, 1, "1", {"stage": 1}, {"stage": "1"}])
@@ -338,23 +310,6 @@ def test_a_sink_that_cannot_be_written_is_refused_by_the_rank_that_writes(tmp_pa
         refuse_unread_reports([path], GOOD, 0)
     refuse_unread_reports([path], GOOD, 1)  # its host may have no such folder, and it writes nothing there
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
-
-
-def test_a_sink_in_the_users_home_is_written_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not into a folder of the name `~`."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path / "file"))
-    (tmp_path / "file").touch()
-    with pytest.raises(
-        ConfigError, match=r'expected a path that can be written.* got "~/health.jsonl" \(Not a directory'
-    ):
-        refuse_unread_reports(["~/health.jsonl"], GOOD, 0)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    refuse_unread_reports(["~/health.jsonl"], GOOD, 0)
-    monkeypatch.setattr(step_callbacks.ds_comm, "get_rank", lambda: 0)
-    monkeypatch.setattr(step_callbacks.dist, "get_rank", lambda group: 0)
-    (sink,) = step_callbacks._listener(None, "~/health.jsonl", None)
-    assert isinstance(sink, JsonLines) and sink.path == tmp_path / "home/health.jsonl"
 
 
 def test_a_sink_that_can_be_written_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

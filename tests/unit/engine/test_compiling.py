@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
 from collections import Counter
 from collections.abc import Callable
@@ -24,80 +23,7 @@ from fp8_ds.nn.plan.convert import apply_plan
 from fp8_ds.nn.plan.plan import make_plan
 from fp8_ds.testing import assert_bitwise
 
-RECIPE = "L['self']._modules['q_proj'].fp8_recipe"
 OURS = "G['__import_fp8_ds_dot_nn_dot_recipe']"
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "expected"),
-    [
-        (f"{OURS}.Quantized", "CLASS_MATCH", True),
-        (f"{OURS}.Quantized.__dataclass_fields__['rows'].name", "CONSTANT_MATCH", True),
-        (f"{OURS}.torch", "DUPLICATE_INPUT", True),
-        (f"{OURS}.torch", "MODULE_MATCH", True),
-        (f"{OURS}.torch.nn.functional.scaled_dot_product_attention", "BUILTIN_MATCH", False),
-        (f"{OURS}.nn.functional.silu", "CLOSURE_MATCH", False),
-        ("G['__import_transformers_dot_activations'].nn", "DUPLICATE_INPUT", False),
-        (f"{RECIPE}.history", "DUPLICATE_INPUT", True),
-        (f"{RECIPE}.grad_format", "DUPLICATE_INPUT", True),
-        (f"{RECIPE}.history.ready", "CONSTANT_MATCH", False),
-        (f"{RECIPE}.leader", "DUPLICATE_INPUT", False),
-        (RECIPE, "TYPE_MATCH", False),
-        (f"{RECIPE}.backend", "EQUALS_MATCH", False),
-        (f"dict(type({RECIPE}).__mro__[2].__dict__)['weight_is_transposed']", "CONSTANT_MATCH", True),
-        (f"type({RECIPE}).__mro__[2].quantize_input", "CLOSURE_MATCH", True),
-        ("type(L['self'])", "ID_MATCH", False),
-        ("L['x']", "TENSOR_MATCH", False),
-    ],
-)
-def test_what_stays_as_it_is(name: str, kind: str, expected: bool) -> None:
-    assert compiling.is_fixed(name, kind) == expected
-
-
-class Recipe:
-    """As one of ours."""
-
-    __module__ = "fp8_ds.nn.linear.recipes"
-    weight_is_transposed = False
-
-    def quantize(self) -> None: ...
-
-    @property
-    def max(self) -> float:
-        return 1.0
-
-
-class OwnModule(nn.Module):
-    __module__ = "fp8_ds.nn.linear.fp8_linear"
-
-
-class Users(Recipe):
-    __module__ = "users"
-
-
-@pytest.mark.parametrize(
-    ("value", "attribute", "kind", "expected"),
-    [
-        (Recipe(), "quantize", "NOT_PRESENT_IN_GENERIC_DICT", True),
-        (Recipe(), "max", "NOT_PRESENT_IN_GENERIC_DICT", True),
-        (
-            Recipe(),
-            "weight_is_transposed",
-            "NOT_PRESENT_IN_GENERIC_DICT",
-            False,
-        ),  # a class's value, which an object may replace
-        (Recipe(), "other", "NOT_PRESENT_IN_GENERIC_DICT", False),
-        (Recipe(), "quantize", "HASATTR", False),
-        (OwnModule(), "forward", "NOT_PRESENT_IN_GENERIC_DICT", False),
-        (Users(), "quantize", "NOT_PRESENT_IN_GENERIC_DICT", False),
-    ],
-)
-def test_methods_of_ours_stay_where_they_are(value: Any, attribute: str, kind: str, expected: bool) -> None:
-    made = SimpleNamespace(create_fn=functools.partial(print, attr=attribute))
-    guard = SimpleNamespace(name=RECIPE, guard_type=kind, has_value=True, value=value, orig_guard=made)
-    assert compiling.is_on_a_method(guard) == expected
-    guard.has_value = False
-    assert not compiling.is_on_a_method(guard)
 
 
 def test_options_are_the_users_own_with_the_filter_behind_theirs() -> None:
@@ -278,29 +204,6 @@ def test_eager_is_untouched_and_a_second_call_changes_nothing() -> None:
     assert not rotary._forward_hooks
 
 
-def test_frequencies_of_each_kind_of_layer_are_found() -> None:
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    shape = Gemma3TextConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=HEAD_DIM,
-    )
-    model = Gemma3ForCausalLM(shape)
-    assert len(keep_tables(model)) == 1 and model.model.rotary_emb._forward_hooks
-
-
-def test_what_is_exported_has_no_op_of_ours() -> None:
-    module = Frequencies(lambda x: (x.cos(), x.sin()))
-    keep_tables(module)
-    exported = torch.export.export(module, (torch.ones(3, 4),))
-    assert "fp8_ds" not in str(exported.graph)
-
-
 class Tables(NamedTuple):
     cos: Tensor
     sin: Tensor
@@ -342,28 +245,3 @@ def test_tables_with_a_gradient_keep_it() -> None:
     cos, _ = torch.compile(module, backend="aot_eager", fullgraph=True)(x)
     cos.sum().backward()
     assert x.grad is not None and bool(x.grad.abs().sum() > 0)
-
-
-def test_tables_are_kept_where_every_graph_is_said_to_be_exported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in torch 2.11, where `torch.compiler.is_exporting()` is True in a graph of torch.compile."""
-    kept: list[torch.Tensor] = []
-    monkeypatch.setattr(compiling, "_op", lambda x: kept.append(x) or x)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
-    compiling._keep_outputs(torch.nn.Identity(), (), (torch.ones(2), torch.zeros(2)))
-    assert len(kept) == 2
-
-
-@pytest.mark.parametrize(("before", "after"), [(8, 32), (3, 3), (64, 64)])
-def test_more_graphs_than_torchs_own_number_and_no_others_than_a_user_says(before: int, after: int) -> None:
-    pytest.importorskip("deepspeed")
-    from fp8_ds.engine.compiling import allow_more_graphs
-
-    with torch._dynamo.config.patch(recompile_limit=before):
-        allow_more_graphs()
-        assert torch._dynamo.config.recompile_limit == after
-
-
-def test_torchs_own_number_is_what_is_taken_for_it() -> None:
-    """Of this torch: with another one engines would be left with that."""
-    assert torch._dynamo.config._config["recompile_limit"].default == 8

@@ -79,22 +79,6 @@ def test_layers_that_an_older_guard_sent_for_a_while_stay_in_bf16(two_stages: di
     assert one.in_bf16 == frozenset()
 
 
-def test_what_sends_layers_to_bf16_is_named(two_stages: dict[str, Any]) -> None:
-    two_stages["patterns"] = ["10.up"]
-    said: list[str] = []
-    one = precision(said.append, layers={"10.up": "bf16"}, bf16_until_step=1)
-    for step in range(4):
-        if step > 1:
-            one.request(["10.up"], "fp8" if step == 2 else "bf16")
-        one.update(step)
-    assert [line.partition("from step ")[2] for line in said] == [
-        "0 on 2 of 2 FP8 linears compute in bf16 (bf16_until_step 1)",
-        "1 on 1 of 2 FP8 linears compute in bf16 (schedule.layers)",
-        "2 on 0 of 2 FP8 linears compute in bf16",
-        "3 on 1 of 2 FP8 linears compute in bf16 (set_layer_precision, or the guard)",
-    ]
-
-
 def test_a_name_of_no_stage_is_refused(two_stages: dict[str, Any]) -> None:
     two_stages["patterns"] = ["head"]
     with pytest.raises(ConfigError, match=r"expected names of trainable layers in FP8, got \['head'\]"):
