@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +18,6 @@ from fp8_ds.tools.estimate import (
     parts_by_rank,
     weights_of,
 )
-
-PAGE = Path(__file__).parents[3] / "docs/memory.md"
 
 
 def setup(stage: int, num_ranks: int, master: Any = "e4m11", release: bool = False, **more: Any) -> Setup:
@@ -99,11 +95,6 @@ def test_frozen_weights_have_no_states() -> None:
         assert found.other == Parts(weights=128)
 
 
-def test_fp32_states_are_eight_bytes_of_moments() -> None:
-    found = estimate_states([Weight(1 << 10, True)], Setup(2, 1))
-    assert found.fp8 == Parts(weights=1024, master=4096, moments=8192, gradients=2048)
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_with_release_buffers_and_a_copy_stay_within_the_threshold(stage: int, overlap: bool) -> None:
@@ -147,17 +138,6 @@ def test_states_of_all_ranks_together_do_not_depend_on_their_number(stage: int, 
     assert estimate_states(LLAMA_8B, setup(stage, num_ranks)).parts.total == max(found.total for found in ranks)
 
 
-def test_the_llama_sizes_are_those_of_the_models() -> None:
-    assert sum(weight.numel for weight in LLAMA_8B) == 8_030_261_248
-    assert sum(weight.numel for weight in LLAMA_70B) == 70_553_706_496
-
-
-@pytest.mark.parametrize(("stage", "num_ranks"), [(0, 1), (4, 1), (2, 0)])
-def test_a_stage_or_a_number_of_ranks_that_is_none_is_refused(stage: int, num_ranks: int) -> None:
-    with pytest.raises(ValueError, match=f"expected stage 1, 2 or 3 and at least one rank, got stage {stage}"):
-        estimate_states([Weight(1, True)], Setup(stage, num_ranks))
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -193,14 +173,6 @@ def test_neither_torch_nor_deepspeed_is_needed() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG)
 
 
-# --- the tables of docs/memory.md: `python tests/unit/tools/test_estimate.py` prints them ---
-
-
-def test_the_page_shows_exactly_the_tables() -> None:
-    shown = [block for block in PAGE.read_text().strip().split("\n\n") if block.startswith("| S")]
-    assert shown == list(markdown_tables())
-
-
 def llama_weights(hidden: int, mlp: int, num_layers: int, key_value: int, vocabulary: int) -> list[Weight]:
     """Parameters of a Llama: FP8 all linears but the head.
 
@@ -214,59 +186,3 @@ def llama_weights(hidden: int, mlp: int, num_layers: int, key_value: int, vocabu
 
 
 LLAMA_8B = llama_weights(4096, 14336, 32, 1024, 128256)
-LLAMA_70B = llama_weights(8192, 28672, 80, 1024, 128256)
-_PLACES = (
-    ("8B", LLAMA_8B, 2, 1),
-    ("8B", LLAMA_8B, 2, 8),
-    ("8B", LLAMA_8B, 3, 8),
-    ("70B", LLAMA_70B, 2, 8),
-    ("70B", LLAMA_70B, 3, 8),
-    ("70B", LLAMA_70B, 3, 64),
-)
-_CHOICES: tuple[OptimizerConfig, ...] = (
-    OptimizerConfig(),
-    *(OptimizerConfig(states="fp8", master=m, release=r) for m in ("e4m19", "e4m11") for r in (False, True)),
-)
-
-
-def _shown(choice: OptimizerConfig) -> list[str]:
-    return [choice.states, choice.master_format, "yes" if choice.release else "no"]
-
-
-def markdown_tables() -> tuple[str, str]:
-    """Bytes per parameter by part of Llama-3-8B on 1, 8 and 64 ranks, and GiB on a rank of it and of the 70B model."""
-    parts = []
-    for stage, stages in ((2, "1, 2"), (3, "3")):
-        for num_ranks in (1, 8, 64):
-            for choice in _CHOICES:
-                found = estimate_states(LLAMA_8B, Setup(stage, num_ranks, choice))
-                whole, num = found.parts, found.num_parameters
-                num_fp8 = sum(weight.numel for weight in LLAMA_8B if weight.is_fp8)
-                of_fp8 = sum(kinds[True].total for kinds in parts_by_rank(LLAMA_8B, Setup(stage, num_ranks, choice)))
-                columns = (whole.weights + whole.gathered, whole.master, whole.moments + whole.moment_scales)
-                numbers = [f"{value / num:.2f}" for value in (*columns, whole.gradients)]
-                numbers += [f"{found.per_parameter:.2f}", f"{of_fp8 / num_ranks / num_fp8:.2f}"]
-                parts.append([stages, str(num_ranks), *_shown(choice), *numbers])
-    head = ["Stage", "Ranks", "States", "Master", "Release", "Weights", "Master beside", "Moments", "Gradients"]
-    sizes = []
-    for choice in _CHOICES:
-        row = _shown(choice)
-        for _, weights, stage, num_ranks in _PLACES:
-            found = estimate_states(weights, Setup(stage, num_ranks, choice))
-            row.append(f"{found.parts.total / 2**30:.1f}")
-        sizes.append(row)
-    names = [f"{model}, stage {stage}, N = {num_ranks}" for model, _, stage, num_ranks in _PLACES]
-    return (
-        _markdown([*head, "Whole model", "FP8 weights"], parts),
-        _markdown(["States", "Master", "Release", *names], sizes),
-    )
-
-
-def _markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    lines = [list(head), *map(list, rows)]
-    lines.insert(1, ["---"] * len(lines[0]))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-if __name__ == "__main__":
-    print("\n\n".join(markdown_tables()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from fp8_ds.cli.app import app
 from fp8_ds.errors import CheckpointError, ConfigError, Fp8DsError, UnsupportedError
 from fp8_ds.tools.convert import convert
 
-ROOT = Path(__file__).parents[3]
 WEIGHTS = {
     "a.weight": torch.randn(33, 5, generator=torch.Generator().manual_seed(0)).bfloat16(),
     "scale": torch.tensor(0.1, dtype=torch.float16),
@@ -107,17 +105,12 @@ REFUSED: list[tuple[Any, type[Fp8DsError], str]] = [
     (lambda f: write(f, one={"ids": torch.arange(3)}), ConfigError, "expected weights in .*, got none"),
     (cut, CheckpointError, "got a damaged file"),
     (lambda f: with_index(f, "{"), CheckpointError, 'index.json: expected JSON with "weight_map"'),
-    (lambda f: with_index(f, "{}"), CheckpointError, 'index.json: expected JSON with "weight_map"'),
-    (lambda f: with_index(f, "[1]"), CheckpointError, 'index.json: expected JSON with "weight_map"'),
-    (lambda f: with_index(f, '{"weight_map": ["a"]}'), CheckpointError, 'index.json: expected JSON with "weight_map"'),
-    (lambda f: with_index(f, '{"weight_map": {"a": 1}}'), CheckpointError, "index.json: expected names .* got 1"),
     (
         lambda f: write(f, one={"../../outside": torch.ones(2)}),
         CheckpointError,
         r"stay in their folder, got '../../out",
     ),
     (lambda f: write(f, one={str(f.parent / "a"): torch.ones(2)}), CheckpointError, "stay in their folder, got"),
-    (lambda f: write(f, one={"..": torch.ones(2)}), CheckpointError, r"stay in their folder, got '\.\.'"),
     (lambda f: indexed(f, {"a": "../x.safetensors"}, one=WEIGHTS), CheckpointError, r"got '\.\./x.safetensors'"),
 ]
 
@@ -162,9 +155,3 @@ def test_options_that_safetensors_need_and_that_they_do_not_have(tmp_path: Path)
         convert(source, tmp_path / "out", "universal", stage=0)
     with pytest.raises(ConfigError, match=r"--trust-pickle: expected it with files of torch.save"):
         convert(source, tmp_path / "out", "universal", stage=2, trust_pickle=True)
-
-
-def test_the_package_comes_with_ours() -> None:
-    """`fp8-ds convert` is there after `pip install -e .`."""
-    (wanted,) = re.findall(r"^dependencies = (\[.*\])$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert "safetensors" in {re.split("[<>=]", one)[0] for one in json.loads(wanted)}
