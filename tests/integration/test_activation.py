@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 from support import HANG
 
 from fp8_ds.host import free_port
@@ -186,13 +185,10 @@ torch.distributed.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(
-    "start", ["start_ranks", pytest.param("launch", marks=[pytest.mark.slow, pytest.mark.launcher])]
-)
-def test_the_module_runs_an_unchanged_script_in_fp8(start: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_the_module_runs_an_unchanged_script_in_fp8(start_ranks: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "ds.json").write_text(json.dumps(FP8))
-    output = request.getfixturevalue(start)(
+    output = start_ranks(
         "fp8_ds.run", tmp_path / "train.py", "--deepspeed_config", tmp_path / "ds.json", "--marker", "m", module=True
     )
     for rank in (0, 1):

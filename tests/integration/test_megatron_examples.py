@@ -34,14 +34,6 @@ def test_flags_of_ours_exist(root: Path, name: str) -> None:
     assert len(used) >= 3 and used <= known | OF_MEGATRON
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_missing_clone_is_named(root: Path, name: str) -> None:
-    run = subprocess.run(
-        [root / "examples/megatron" / name], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True
-    )
-    assert run.returncode != 0 and "MEGATRON_LM_PATH" in run.stderr
-
-
 @pytest.mark.parametrize(
     ("engine", "has_apex", "fuses"),
     [("te", True, True), ("te", False, False), ("fp8_ds", True, False), ("fp8_ds", False, False)],
@@ -56,22 +48,6 @@ def test_8b_fuses_gradient_accumulation_only_where_it_can(
     assert words[words.index("--transformer-impl") + 1] == ("transformer_engine" if engine == "te" else "local")
 
 
-def test_8b_has_the_attention_that_8192_tokens_are_advised(root: Path, tmp_path: Path) -> None:
-    words = words_of_8b(root, tmp_path, True)
-    assert words[words.index("--seq-length") + 1] == "8192"
-    assert words[words.index("--fp8-attention-backend") + 1] == "fa3"
-    assert "--fp8-attention-backend" not in words_of_8b(root, tmp_path, True, ATTENTION="none")
-    assert "fa3_fp8" in words_of_8b(root, tmp_path, True, ATTENTION="fa3_fp8")
-
-
-@pytest.mark.parametrize("engine", ["te", "fp8_ds"])
-def test_8b_asks_for_no_kernel_that_its_engine_lacks(root: Path, tmp_path: Path, engine: str) -> None:
-    """Megatron's RoPE is fused by Transformer Engine, its persistent norm by Apex."""
-    words = words_of_8b(root, tmp_path, True, ENGINE=engine)
-    for flag in ("--no-rope-fusion", "--no-persist-layer-norm"):
-        assert words.count(flag) == int(engine == "fp8_ds"), flag
-
-
 @pytest.mark.parametrize(
     ("env", "has_states"),
     [
@@ -84,14 +60,6 @@ def test_8b_asks_for_no_kernel_that_its_engine_lacks(root: Path, tmp_path: Path,
 def test_8b_has_an_optimizer_that_resumes(root: Path, tmp_path: Path, env: dict[str, str], has_states: bool) -> None:
     """Megatron's distributed one does not without Transformer Engine and Apex."""
     assert words_of_8b(root, tmp_path, True, **env).count("--fp8-optimizer-states") == int(has_states)
-
-
-def test_the_quick_starts_row_without_transformer_engine_is_the_scripts(root: Path, tmp_path: Path) -> None:
-    text = (root / "docs/quickstart-megatron.md").read_text()
-    (row,) = re.findall(r"^\| no Transformer Engine \| `(.*?)`", text, re.MULTILINE)
-    words = " ".join(words_of_8b(root, tmp_path, False, ENGINE="fp8_ds"))
-    assert [part for part in re.findall(r"--\S+(?: [^-]\S*)?", row) if part not in words] == []
-    assert {"--no-rope-fusion", "--no-persist-layer-norm", "--fp8-optimizer-states"} <= set(row.split())
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,10 @@ import importlib
 import importlib.util
 import json
 import re
-import runpy
 import shlex
-import subprocess
 import textwrap
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,18 +64,6 @@ def test_page_and_models_list_the_same_keys_values_and_defaults() -> None:
     assert shown == {name: tuple(key) for name, key in Fp8Config.keys().items()}
 
 
-def test_every_key_states_its_cost_and_when_to_change_it() -> None:
-    for name, fields in config_sections().items():
-        assert len(fields["Cost"]) > 10, name
-        assert len(fields["Change it when"]) > 10, name
-
-
-def test_the_block_at_the_top_of_the_page_has_every_key_at_its_default() -> None:
-    block = json.loads("{" + next(fenced(ROOT / "docs/config.md", "json")) + "}")["fp8"]
-    defaults = Fp8Config(enabled=True).model_dump(mode="json")
-    assert block == defaults
-
-
 @PAGE
 def test_blocks_of_configuration_can_be_loaded(page: Path) -> None:
     for text in fenced(page, "json"):
@@ -107,34 +91,6 @@ def test_whole_configurations_would_start(page: Path, monkeypatch: pytest.Monkey
 
 
 @PAGE
-def test_blocks_inside_of_sentences_can_be_loaded(page: Path) -> None:
-    """As `"fp8": {"optimizer": {"states": "fp8"}}`, where "enabled" goes without saying; and parts of such a block."""
-    for code in inline(page):
-        found = re.fullmatch(r'"fp8": (\{.*\})', code)
-        block = json.loads(found[1]) if found and not ABBREVIATED.search(code) else {}
-        part = re.fullmatch(r'"([a-z_]+)": (\{.*\})', code)
-        if part and part[1] in Fp8Config.model_fields and "autotp_size" not in code and not ABBREVIATED.search(code):
-            block = {part[1]: json.loads(part[2])}
-        if part and part[1] == "optimizer" and "type" in block.get("optimizer", {}):
-            continue  # DeepSpeed's
-        Fp8Config.from_block({"enabled": True} | block).validate_with({"zero_optimization": {"stage": 2}})
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/troubleshooting.md"])
-def test_that_a_report_exists_is_not_said_to_mean_that_fp8_is_on(page: str) -> None:
-    """An engine that is called off has one, too (test_optimizers.py)."""
-    assert '{"enabled": False}' in (ROOT / page).read_text()
-
-
-def test_release_as_the_quick_start_writes_it_releases_where_deepspeed_clips_by_default() -> None:
-    found = [code for code in inline(ROOT / "docs/quickstart-deepspeed.md") if '"release": true' in code]
-    for code in found:
-        settings = Fp8Config.from_block({"enabled": True} | json.loads(f"{{{code}}}")).optimizer
-        assert settings.states == "fp8" and settings.releases(gradient_clipping=1.0), code
-    assert found
-
-
-@PAGE
 def test_commands_of_fp8_ds_are_commands(page: Path) -> None:
     """Names, options and their values are read by the command itself; nothing is run."""
     commands = [
@@ -158,24 +114,6 @@ def read_by(command: Any, name: str, words: list[str]) -> None:
         read_by(command.commands[words[0]], words[0], words[1:])
     else:
         command.make_context(name, list(words))
-
-
-@pytest.mark.parametrize("name", ["deepspeed", "huggingface"])
-def test_a_quick_start_makes_the_runs_that_it_compares(tmp_path: Path, name: str) -> None:
-    """Its shell blocks are run, where what they would start says how it was called."""
-    stubs = "".join(f'{tool}() {{ echo "{tool} $*"; }}\n' for tool in ("deepspeed", "fp8-ds"))
-    script = stubs + "\n".join(fenced(ROOT / f"docs/quickstart-{name}.md", "bash"))
-    command = ["/bin/bash", "--norc", "-c", script]
-    said = subprocess.run(command, env={"PATH": ""}, cwd=tmp_path, stdout=-1, stderr=-1, text=True, check=False).stdout
-    made, num_compared = set(), 0
-    for words in map(str.split, said.splitlines()):
-        if words[0] == "deepspeed":
-            made |= {value for option, value in pairwise(words) if option in ("--log", "--output_dir")}
-        elif words[1] == "compare":
-            runs = [path for word in words if "=" in word for path in word.partition("=")[2].split(",")]
-            assert set(runs) <= made
-            num_compared += len(runs)
-    assert num_compared >= 2
 
 
 @PAGE
@@ -209,28 +147,6 @@ def test_flags_of_megatron_pages_are_flags() -> None:
         assert found - known == set(), name
 
 
-def test_the_picture_of_a_step_names_keys_and_is_what_its_script_draws() -> None:
-    script = SimpleNamespace(**runpy.run_path(str(ROOT / "docs/img/training_step.py")))
-    keys = Fp8Config.keys()
-    for name, _, values in (box.key.partition(": ") for box in script.BOXES if box.key):
-        key = keys[f"fp8.{name}"]
-        for value in filter(None, values.split(", ")):
-            assert f'"{value}"' in key.values and f'"{value}"' != key.default, name
-    assert script.PICTURE.read_text() == script.draw(), "run python docs/img/training_step.py"
-
-
-def test_the_table_on_the_first_page_is_that_of_the_result_file_and_of_its_picture(tmp_path: Path) -> None:
-    script = SimpleNamespace(**runpy.run_path(str(ROOT / "docs/img/first_page.py")))
-    lines = (ROOT / "README.md").read_text().replace("**", "").splitlines()
-    for row in script.rows():
-        loss = f" {row.loss:+.1f} |" if row.loss else " |"
-        cells = [row.name, f"{row.tokens / 1e3:.1f}k", f"{row.ratio:.2f}", f"{row.gib:.1f}"]
-        assert f"| {' | '.join(cells)} |{loss}" in lines
-    assert "| | tokens/s | of DeepSpeed | GiB reserved at the peak | training loss, % of bf16's |" in lines
-    script.draw(tmp_path / "drawn.png")
-    assert (tmp_path / "drawn.png").stat().st_size > 10_000 < script.PICTURE.stat().st_size
-
-
 def test_links_between_pages_lead_to_files() -> None:
     broken = [
         f"{page.relative_to(ROOT)}: {target}"
@@ -253,19 +169,3 @@ def test_the_page_of_promises_names_tests_that_there_are() -> None:
             if not any(name in one if dots else one.startswith(name) for one in known):
                 missing.append(name)
     assert missing == [] and num_named > 60
-
-
-def test_the_heads_that_the_page_names_are_in_fp8_until_they_are_named() -> None:
-    transformers = pytest.importorskip("transformers")
-    from fp8_ds.config import LinearConfig
-    from fp8_ds.nn.plan.plan import make_plan
-
-    block = next(code for code in fenced(ROOT / "docs/huggingface.md", "json") if "score" in code)
-    named = LinearConfig(filter_fqns=json.loads(f"{{{block}}}")["fp8"]["linear"]["filter_fqns"])
-    small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
-    for family, head in (("llama", "score"), ("roberta", "classifier.out_proj")):
-        config = transformers.AutoConfig.for_model(family, **small, vocab_size=64)
-        model = transformers.AutoModelForSequenceClassification.from_config(config)
-        for linear, is_fp8 in ((LinearConfig(), True), (named, False)):
-            converted = [one.fqn for one in make_plan(model, linear).layers if one.converted]
-            assert (head in converted) == is_fp8 and any("layer" in fqn for fqn in converted)

@@ -1,14 +1,18 @@
-"""DS_ACCELERATOR=cpu on a machine with GPUs means the CPU: nothing of ours asks torch alone."""
+"""Which GPUs are used: none with DS_ACCELERATOR=cpu; those that are named, by the launcher; and which port."""
 
 from __future__ import annotations
 
+import random
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fp8_ds.host import num_gpus, uses_cuda
+from fp8_ds import host
+from fp8_ds.errors import ConfigError
+from fp8_ds.host import free_port, num_gpus, uses_cuda, which_gpus
 from fp8_ds.tools.doctor import diagnosis
 
 ASKS_TORCH = {
@@ -59,3 +63,53 @@ def test_nothing_else_asks_torch_whether_there_is_a_gpu() -> None:
     files = (file for folder in ("fp8_ds", "examples", "benchmarks") for file in (root / folder).rglob("*.py"))
     asking = {str(file.relative_to(root)) for file in files if "cuda.is_available" in file.read_text()}
     assert asking == ASKS_TORCH.keys()
+
+
+@pytest.mark.parametrize(
+    ("named", "number", "accelerator", "expected"),
+    [
+        ("", 2, "cuda", ["--num_gpus", "2"]),
+        ("GPU-8932f937", 1, "cuda", ["--num_gpus", "1"]),
+        ("1", 1, "cuda", ["--include", "localhost:1"]),
+        ("4,5,6,7", 2, "cuda", ["--include", "localhost:4,5"]),
+        ("3", 2, "cpu", ["--num_gpus", "2"]),
+    ],
+)
+def test_named_gpus_are_used(
+    monkeypatch: pytest.MonkeyPatch, gpus: None, named: str, number: int, accelerator: str, expected: list[str]
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", accelerator)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert which_gpus(number) == expected
+
+
+def test_more_gpus_than_are_named_are_refused(monkeypatch: pytest.MonkeyPatch, gpus: None) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cuda")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(ConfigError, match=r"expected 2 GPUs, got 3\."):
+        which_gpus(2)
+
+
+def test_a_port_is_none_that_the_system_gives_a_connection() -> None:
+    """Between its choice and the ranks' start, another program's connection once took the port."""
+    ports = {free_port() for _ in range(50)}
+    assert len(ports) > 40 and ports <= set(range(10_000, 32_768))
+    with socket.socket() as listener:  # it is for ranks to listen at
+        listener.bind(("127.0.0.1", ports.pop()))
+
+
+def test_processes_with_one_seed_draw_different_ports() -> None:
+    drawn = []
+    for _ in range(2):
+        random.seed(0)
+        drawn.append([free_port() for _ in range(3)])
+    assert drawn[0] != drawn[1]
+
+
+def test_a_port_in_use_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        taken = listener.getsockname()[1]
+        spare = free_port()
+        monkeypatch.setattr(host, "_PORTS", [taken] * 99 + [spare])
+        assert free_port() == spare

@@ -37,20 +37,6 @@ def test_local_rank_moves_behind_the_script(script: str, before: list[str], move
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "expected a script to run, got none"),
-        (["--local_rank=0"], "expected a script to run, got none"),
-        (["--lr", "1"], "expected a script before any option, got '--lr'"),
-        (["absent.py"], "got 'absent.py' .no such file"),
-    ],
-)
-def test_no_script_is_a_clear_error(arguments: list[str], message: str) -> None:
-    with pytest.raises(SystemExit, match=message):
-        split_arguments(arguments)
-
-
 def test_the_script_runs_as_main_beside_its_modules(script: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fp8_ds.run", "--local_rank=0", script, "--lr", "1"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -96,16 +82,6 @@ def test_on_writes_one_file_and_off_removes_it(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_doing_it_twice_changes_nothing(tmp_path: Path) -> None:
-    run_json("on", tmp_path)
-    assert run_json("on", tmp_path)[1]["changed"] is False
-    run_json("off", tmp_path)
-    assert run_json("off", tmp_path) == (
-        0,
-        {"autoload": "off", "changed": False, "file": str(tmp_path / PTH_NAME)},
-    )
-
-
 def test_the_file_of_another_version_is_reported_and_renewed(tmp_path: Path) -> None:
     (tmp_path / PTH_NAME).write_text("import fp8_ds.older\n")
     code, output = run("status", "--site-dir", str(tmp_path))
@@ -124,10 +100,6 @@ def test_a_folder_that_cannot_be_written_is_exit_code_3(tmp_path: Path) -> None:
     assert run("on", "--site-dir", str(missing))[0] == 3
     answer = CliRunner().invoke(app, ["autoload", "on", "--json", "--site-dir", str(missing)])
     assert json.loads(answer.stdout) == output and answer.stderr == ""
-
-
-def test_wrong_usage_is_exit_code_2() -> None:
-    assert run("maybe")[0] == 2
 
 
 def start_python(site_dir: Path, packages: Path | None, code: str) -> subprocess.CompletedProcess[str]:
@@ -158,8 +130,3 @@ def test_a_python_without_fp8_ds_starts_in_silence(tmp_path: Path) -> None:
 
 def test_the_default_folder_is_one_that_python_reads_at_start() -> None:
     assert default_site_dir() in [Path(folder) for folder in site.getsitepackages()]
-
-
-@pytest.mark.parametrize("command", ["on", "off", "status"])
-def test_every_command_has_json(command: str) -> None:
-    assert "--json" in run(command, "--help")[1]
