@@ -150,21 +150,6 @@ def test_experts_follow_megatrons(root: Path, stock: Any, freq: str) -> None:
     assert max(abs(one - other) for one, other in zip(found, expected, strict=True)) < 0.02
 
 
-def test_the_precision_file_names_a_layer_whose_attention_stays_stock(root: Path, tmp_path: Path, stock: Any) -> None:
-    pytest.importorskip("yaml")
-    path = tmp_path / "precision.yaml"
-    path.write_text(
-        "configs: {a: {fp8_attention_backend: stock}}\n"
-        'matchers: {m: {config: a, type: glob, pattern: "*layers.0*core_attention", enabled: true}}\n'
-    )
-    words = ("--fp8-attention-backend", "fa3_fp8_emulated")
-    whole = launch(root, *ARGUMENTS, *words)
-    partly = launch(root, *ARGUMENTS, *words, "--te-precision-config-file", str(path))
-    assert len({tuple(losses(whole)), tuple(losses(partly)), tuple(stock((), 1))}) == 3
-    assert "attention: 2 x fa3_fp8_emulated" in whole.stdout
-    assert re.search(r"attention: 1 x stock \(.*\), 1 x fa3_fp8_emulated", partly.stdout), partly.stdout[-2000:]
-
-
 PARSE = """
 import contextlib, json, os, sys
 sys.path.insert(0, os.environ["MEGATRON_LM_PATH"])
@@ -197,12 +182,6 @@ def test_megatron_takes_what_the_8b_example_passes(
     )
     assert run.returncode == 0, run.stderr[-2000:]
     assert "taken 32 4096 " in run.stdout
-
-
-def test_help_lists_both(root: Path) -> None:
-    run = launch(root, "--help")
-    for word in ("--num-layers", "rowwise_with_gw_hp", "--fp8-attention-backend", "--fp8-optimizer-states"):
-        assert word in run.stdout, run.stderr[-2000:]
 
 
 @pytest.mark.parametrize(
@@ -242,65 +221,6 @@ def test_checkpoints_go_to_stock_and_back(root: Path, tmp_path: Path) -> None:
     assert other[0] < begun[0]
     back = losses(launch(root, *ARGUMENTS, *words, *FP8, "--load", str(tmp_path / "second"), "--train-iters", "12"))
     assert len(back) == 2 and back[0] < other[0]
-
-
-def _block(attention: dict[str, Any], ffn: dict[str, Any]) -> dict[str, Any]:
-    rest = {"no_op": False, "replace_with_linear": False}
-    return {"attention": {**rest, "n_heads_in_group": None, **attention}, "ffn": {**rest, "ffn_mult": None, **ffn}}
-
-
-HETEROGENEOUS = {
-    "hidden_act": "silu",
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "intermediate_size": 256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000,
-    "rope_scaling": {"factor": 8.0},
-    "vocab_size": 96,
-    "tie_word_embeddings": False,
-    "block_configs": [_block({"no_op": True}, {"ffn_mult": 1.0}), _block({"n_heads_in_group": 1}, {"no_op": True})],
-}
-PRECISION = """
-configs: {bf16: {kernel_impl: none}}
-matchers: {a: {config: bf16, type: glob, pattern: "*linear_fc1", enabled: true}}
-"""
-
-
-@pytest.mark.parametrize("by_wrapper", [True, False])
-def test_layers_that_need_megatrons_own_builder_stop_the_run(root: Path, tmp_path: Path, by_wrapper: bool) -> None:
-    script, layers = tmp_path / "stock.py", tmp_path / "layers.json"
-    script.write_text(STOCK_SCRIPT)
-    layers.write_text(json.dumps(HETEROGENEOUS))
-    wanted_by_it = ("--group-query-attention", "--num-query-groups", "4", "--use-rotary-position-embeddings")
-    words = (*ARGUMENTS, *FP8, *wanted_by_it, "--use-rope-scaling", "--heterogeneous-layers-config-path", str(layers))
-    spec = () if by_wrapper else ("--spec", "megatron_patches.layer_specs", "gpt")
-    run = launch(root, *words, *spec, script=None if by_wrapper else script)
-    assert run.returncode != 0 and "--heterogeneous-layers-config-path: expected it left out" in run.stderr
-
-
-def test_a_precision_config_for_our_linears_stops_the_run(root: Path, tmp_path: Path) -> None:
-    file = tmp_path / "precision.yaml"
-    file.write_text(PRECISION)
-    run = launch(root, *ARGUMENTS, *FP8, "--te-precision-config-file", str(file))
-    assert run.returncode != 0 and "--te-precision-config-file: expected no matcher" in run.stderr
-
-
-def test_a_checkpoints_spec_does_not_take_the_place_of_ours(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = "get_gpt_layer_local_spec"
-    (tmp_path / "user_spec.py").write_text(
-        f"from megatron.core.models.gpt.gpt_layer_specs import {name}\nplain = {name}(normalization='RMSNorm')\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    words = (*ARGUMENTS, "--bf16", "--ckpt-format", "torch", "--save-interval", "5", "--override-opt-param-scheduler")
-    losses(launch(root, *words, "--spec", "user_spec", "plain", "--save", str(tmp_path / "saved")))
-    load = ("--load", str(tmp_path / "saved"), "--use-checkpoint-args", "--train-iters", "7")
-    run = launch(root, *words, *FP8, *load)
-    assert run.returncode != 0 and "--use-checkpoint-args: expected a checkpoint without --spec" in run.stderr
 
 
 def test_fp8_states_follow_stock_and_resume_where_they_stopped(root: Path, tmp_path: Path, stock: Any) -> None:
