@@ -1,4 +1,4 @@
-"""The Adam step's backends: which is taken; adamw_interpreted.py runs the kernel."""
+"""The Adam step's backends: which is taken; tests/gpu/kernels has the kernel."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Rows of FP8 codes as columns with one scale; align_interpreted.py runs the kernel."""
+"""Rows of FP8 codes as columns with one scale; tests/gpu/kernels has the kernel."""
 
 import pytest
 import torch

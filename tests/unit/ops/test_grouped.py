@@ -1,4 +1,4 @@
-"""The grouped products on CPU, where their reference runs; grouped_interpreted.py runs the kernels."""
+"""The grouped products on CPU, where their reference runs; tests/gpu/kernels has the kernels."""
 
 from __future__ import annotations
 

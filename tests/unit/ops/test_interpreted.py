@@ -1,4 +1,4 @@
-"""Every Triton kernel in Triton's interpreter against its reference: the files *_interpreted.py, in a child process."""
+"""Every Triton kernel against its reference: tests/gpu/kernels in Triton's interpreter, in a child process."""
 
 from __future__ import annotations
 
@@ -7,16 +7,10 @@ from pathlib import Path
 import pytest
 from support.interpreted import run_interpreted
 
-FILES = sorted({*Path(__file__).parents[1].glob("*/*_interpreted.py")} - {Path(__file__)})
+TESTS = Path(__file__).parents[2]
+FILES = [*sorted((TESTS / "gpu" / "kernels").glob("test_*.py")), *sorted(TESTS.glob("unit/*/*_interpreted.py"))]
 
 
 def test_kernels_equal_references_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    assert len(FILES) == 10
-    run_interpreted(FILES)
-
-
-@pytest.mark.slow
-def test_kernels_equal_references_for_more_shapes_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_interpreted(FILES, "-m", "slow")
+    run_interpreted(sorted({*FILES} - {Path(__file__)}), "-m", "not slow")

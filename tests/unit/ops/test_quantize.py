@@ -52,13 +52,6 @@ def test_values_beyond_the_range_saturate_and_nan_stays(fmt):
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_small_values_become_subnormals_then_zero(fmt):
-    s = fmt.smallest_subnormal
-    x = torch.tensor([s, 3 * s, 0.51 * s, 0.5 * s, 0.49 * s])
-    assert quantize(x, ONE, fmt).float().tolist() == [s, 3 * s, s, 0.0, 0.0]
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", MANY_SCALES)
 def test_partition_then_quantize_is_quantize_then_partition(fmt, dtype, family):
@@ -78,13 +71,6 @@ def test_scaling_happens_in_float32(dtype):
     scale = torch.tensor(97.3)
     expected = (x.double() * scale.double()).float().clamp(-448, 448)  # 8 + 24 bits are exact in float64
     assert_bitwise(quantize(x, scale, E4M3), quantize(expected, ONE, E4M3))
-
-
-def test_scale_may_be_given_per_row():
-    x, scale = torch.randn(4, 8), torch.tensor([1.0, 2.0, 30.0, 400.0])
-    whole = quantize(x, scale[:, None], E4M3)
-    for i in range(4):
-        assert_bitwise(whole[i], quantize(x[i], scale[i], E4M3))
 
 
 @pytest.mark.parametrize(("fmt", "bound"), [(E4M3, 31.0), (E5M2, 25.0)])

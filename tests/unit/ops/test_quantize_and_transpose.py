@@ -1,4 +1,4 @@
-"""Casts in two layouts and by scales of rows and columns; quantize_interpreted.py runs the kernels."""
+"""Casts in two layouts and by scales of rows and columns; tests/gpu/kernels has the kernels."""
 
 import pytest
 import torch
@@ -31,22 +31,6 @@ def test_results_are_quantize_and_its_transpose_in_memory_of_their_own(shape, fm
     assert_bitwise(row, expected)
     assert_bitwise(col, expected.t().contiguous())
     assert row.is_contiguous() and col.is_contiguous() and row.data_ptr() != col.data_ptr()
-
-
-def test_layouts_that_are_not_asked_for_are_none():
-    x = torch.randn(3, 4)
-    made = {
-        "measured": {
-            layout: quantize_and_transpose_measured(x, SCALE, 1 / SCALE, E4M3, layout)[:2] for layout in LAYOUTS
-        },
-        "tensorwise": {layout: quantize_and_transpose_tensorwise(x, E4M3, layout)[:2] for layout in LAYOUTS},
-    }
-    for results in made.values():
-        assert {layout: [x_fp8 is None for x_fp8 in result] for layout, result in results.items()} == {
-            "row": [False, True],
-            "col": [True, False],
-            "both": [False, False],
-        }
 
 
 @pytest.mark.parametrize("bad", [0.0, NAN, INF])

@@ -1,9 +1,8 @@
-"""Many parts cast at once: the bytes of each by itself. The kernel against the reference: quantize_interpreted.py."""
+"""Many parts cast at once: the bytes of each by itself. The kernel: tests/gpu/kernels."""
 
 import pytest
 import torch
 from support import many_scales
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.ops.quantize import quantize, quantize_part
@@ -58,26 +57,6 @@ def test_a_call_takes_the_values_and_scales_of_its_time_and_finds_tensors_that_h
     assert sorted(row[:3] for row in rows) == sorted(list(part.addresses) for part in parts if part.x.numel())
     for part in parts:
         assert_bitwise(part.out, alone(part))
-
-
-class Names(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.found.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("num", [1, 50])
-def test_any_number_of_aligned_parts_with_one_scale_each_is_one_operator(num):
-    parts = [QuantizePart(torch.randn(64), torch.zeros(64, dtype=E4M3.dtype), torch.tensor(2.0)) for _ in range(num)]
-    cast = MultiTensorQuantize(parts, E4M3)
-    with Names() as names:
-        cast()
-    assert names.found == ["fp8_ds::quantize_parts"]
-    assert not MultiTensorQuantize([], E4M3)._launches
 
 
 def test_op_traces_with_its_fake():

@@ -1,4 +1,4 @@
-"""The sum of squares of many tensors; squares_interpreted.py runs the kernel."""
+"""The sum of squares of many tensors; tests/gpu/kernels has the kernel."""
 
 import pytest
 import torch

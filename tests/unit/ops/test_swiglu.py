@@ -25,7 +25,6 @@ from fp8_ds.ops.swiglu import (
     swiglu_backward_to_fp8,
     swiglu_columns,
 )
-from fp8_ds.testing import sqnr_db
 
 NAN, INF = float("nan"), float("inf")
 ONE_SCALE = [scaling for scaling in SCALINGS if scaling != "rowwise"]
@@ -50,14 +49,6 @@ def test_gradients_are_those_of_autograd_on_the_eager_module():
     got = swiglu_backward(grad, gate.detach(), up.detach())
     for a, b in zip(expected, got, strict=True):
         assert_within_steps(a, b, share=1e-3, steps=2)
-
-
-def test_gradients_have_the_roundings_of_bf16_alone():
-    gate, up = GATE.double().requires_grad_(), UP.double().requires_grad_()
-    truth = torch.autograd.grad(silu(gate) * up, (gate, up), GRAD.double())
-    for true, got in zip(truth, swiglu_backward(GRAD, GATE, UP), strict=True):
-        assert got.dtype == torch.bfloat16 and got.is_contiguous()
-        assert sqnr_db(true, got) > 45  # rounded once it were 52
 
 
 def assert_quantised(output, fmt, scaling, slot):

@@ -1,4 +1,4 @@
-"""The FP8 transpose on CPU, and its PTX run by hand; quantize_interpreted.py runs its kernel in the interpreter."""
+"""The FP8 transpose on CPU, and its PTX run by hand; tests/gpu/kernels tests its kernel."""
 
 import re
 

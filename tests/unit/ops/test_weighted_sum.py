@@ -1,4 +1,4 @@
-"""Weighted sums of tokens' rows on CPU, where their reference runs; weighted_sum_interpreted.py runs the kernels."""
+"""Weighted sums of tokens' rows on CPU, where their reference runs; tests/gpu/kernels has the kernels."""
 
 from __future__ import annotations
 
