@@ -181,14 +181,6 @@ def test_what_the_guard_changed_is_in_the_next_report_and_in_no_other() -> None:
     assert ("fp8/1/sent_to_bf16", 1.0, 24) in list(reports[2].events())
 
 
-def test_what_an_older_guard_changed_is_reported_but_for_returns() -> None:
-    health = build(2)[1]
-    sent = {"step": 2, "layer": "0", "to": "bf16", "num_steps": 4}
-    back = {"step": 6, "layer": "0", "to": "schedule", "num_steps": None}
-    health.load_state_dict({"waiting": None, "scales": {}, "changes": [sent, back]}, 6)
-    assert health.changes == [Change(2, "0")]
-
-
 def test_a_resumed_monitor_reports_what_waited() -> None:
     """Saved after step 6 (sampled, not reported) and after step 8 (reported; step 9 is a sampled one)."""
     for save_at, waits in ((6, True), (8, False)):
@@ -252,21 +244,6 @@ def test_a_sink_that_fails_is_named_once_and_left_out_and_the_others_go_on() -> 
     assert [one.step for one in written] == [1, 2, 3, 4] and acted == [1, 2, 3]
     assert len(said) == 1 and "step 1: " in said[0] and "ConnectionError: no route" in said[0]
     assert broken not in health.sinks
-
-
-def test_what_a_listener_raises_is_raised_with_nothing_attached_twice_afterwards() -> None:
-    model, health, written = build(1)
-
-    def stop(one: Report) -> None:
-        raise KeyError(one.step)
-
-    handle = health.listen(stop)
-    health.start(0)
-    with pytest.raises(KeyError):
-        train(model, health, range(2))
-    handle.remove()
-    train(model, health, range(2, 4))
-    assert [one.step for one in written][:1] == [1]
 
 
 def test_a_line_that_does_not_fit_on_the_disk_leaves_the_lines_before_it(tmp_path: Path) -> None:

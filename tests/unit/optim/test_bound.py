@@ -162,12 +162,7 @@ def train_with_predicted_scales(
 
 @pytest.mark.parametrize(
     ("fmt", "betas"),
-    [
-        (E4M11, (0.9, 0.999)),
-        pytest.param(E4M19, (0.9, 0.95), marks=pytest.mark.slow),
-        pytest.param(E4M11, (0.9, 0.95), marks=pytest.mark.slow),
-        pytest.param(E4M19, (0.9, 0.999), marks=pytest.mark.slow),
-    ],
+    [(E4M11, (0.9, 0.999)), pytest.param(E4M19, (0.9, 0.95), marks=pytest.mark.slow)],
 )
 def test_no_weight_saturates_in_2000_steps_with_bursts(fmt, betas):
     run = train_with_predicted_scales(fmt, betas)
@@ -179,11 +174,4 @@ def test_no_weight_saturates_in_2000_steps_with_bursts(fmt, betas):
 
 def test_the_last_amax_alone_saturates():
     run = train_with_predicted_scales(E4M11, (0.9, 0.95), lambda step, betas: 0.0, steps=400)
-    assert run.saturated > 0 and run.largest_of_prediction > 1.1
-
-
-@pytest.mark.slow
-def test_a_bound_of_one_saturates_where_beta2_is_large():
-    """MOSS's bound (arXiv 2511.05811), which holds for equal betas only."""
-    run = train_with_predicted_scales(E4M11, (0.9, 0.999), lambda step, betas: 1.0)
     assert run.saturated > 0 and run.largest_of_prediction > 1.1

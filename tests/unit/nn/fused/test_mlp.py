@@ -11,7 +11,6 @@ from support import many_scales
 from support.producers import assert_within_steps
 from torch import nn
 from torch.nn.functional import silu
-from torch.utils.checkpoint import checkpoint
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.nn.fused.mlp import FusedSwiglu, SwigluNames
@@ -20,7 +19,7 @@ from fp8_ds.nn.fused.search import find_swiglu
 from fp8_ds.nn.linear.fp8_linear import Fp8Linear
 from fp8_ds.nn.linear.recipe import InputCache
 from fp8_ds.nn.linear.recipes import TensorwiseRecipe
-from fp8_ds.testing import assert_bitwise, sqnr_db
+from fp8_ds.testing import assert_bitwise
 
 WIDTH, HIDDEN = 64, 160
 NAMES = SwigluNames("gate_proj", "up_proj", "down_proj", ("act_fn",))
@@ -55,11 +54,6 @@ class StepByStep(Mlp):
 class Functional(Mlp):
     def forward(self, x):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Bare(Mlp):
-    def forward(self, x):
-        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Plus(Mlp):
@@ -103,11 +97,6 @@ class Powers(Mlp):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
-class TwoInputs(Mlp):
-    def forward(self, x, y):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
 class SameTwice(Mlp):
     def forward(self, x):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.gate_proj(x))
@@ -116,12 +105,6 @@ class SameTwice(Mlp):
 class Gelu(Mlp):
     def forward(self, x):
         return self.down_proj(F.gelu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class NoLinear(Mlp):
-    def __init__(self):
-        super().__init__()
-        self.up_proj = nn.Identity()
 
 
 def doubled(forward):
@@ -134,10 +117,6 @@ def doubled(forward):
 
 class Decorated(Mlp):
     forward = doubled(Mlp.forward)
-
-
-class NoGrad(Mlp):
-    forward = torch.no_grad()(Mlp.forward)
 
 
 class DroppingSilu(nn.Module):
@@ -192,7 +171,6 @@ def replaced():
         (Nested(), replace(NAMES, activation=("act_fn", "inner"))),
         (Mlp(F.silu), NAMES),
         (Functional(), WITH_FUNCTION),
-        (Bare(), WITH_FUNCTION),
         (Mlp(nn.GELU()), NOT_SILU),
         (Mlp(nn.Linear(4, 4)), NOT_SILU),
         (Mlp(DroppingSilu().eval()), NOT_SILU),
@@ -202,14 +180,11 @@ def replaced():
         (Mlp(hooked_silu()), NOT_SILU),
         (Gelu(), NOT_SILU),
         (Decorated(), "its forward is decorated"),
-        (NoGrad(), "its forward is decorated"),
-        (NoLinear(), FORM),
         (SameTwice(), FORM),
         (Plus(), FORM),
         (Scaled(), FORM),
         (Dropping(), FORM),
         (Branching(), FORM),
-        (TwoInputs(), FORM),
         (Powers(), FORM),
         (replaced(), "its forward was replaced"),
     ],
@@ -217,16 +192,6 @@ def replaced():
 )
 def test_an_mlp_is_known_by_its_source(mlp, expected):
     assert find_swiglu(mlp) == expected
-
-
-@pytest.mark.parametrize(
-    ("module", "name"), [("llama", "Llama"), ("mistral", "Mistral"), ("qwen2", "Qwen2"), ("qwen3", "Qwen3")]
-)
-def test_mlps_of_the_llama_family_are_recognised(module, name):
-    pytest.importorskip("transformers")
-    models = __import__(f"transformers.models.{module}.modeling_{module}", fromlist=["x"])
-    config = getattr(models, f"{name}Config")(hidden_size=64, intermediate_size=32)
-    assert find_swiglu(getattr(models, f"{name}MLP")(config)) == NAMES
 
 
 def make(nonlinear="bf16", fused=True):
@@ -257,55 +222,6 @@ def run_of(function, mlp, x, grad):
     return [output.detach(), *grads]
 
 
-def test_values_and_gradients_are_those_of_the_stock_module():
-    """Up to exp's last bit and autograd's roundings, each of which may move an FP8 code behind them by one step."""
-    x, grad = inputs(), inputs(1) * 1e-3
-    expected, got = run(make(fused=False), x, grad), run(make(), x, grad)
-    assert sqnr_db(expected[0], got[0]) > 40
-    for a, b in zip(expected[1:], got[1:], strict=True):
-        assert sqnr_db(a, b) > 35
-
-
-def test_kept_in_fp8_the_gradients_stay_within_its_error():
-    x, grad = inputs(), inputs(1) * 1e-3
-    exact, kept = run(make(), x, grad), run(make("fp8"), x, grad)
-    assert_bitwise(exact[0], kept[0])
-    for a, b in zip(exact[1:], kept[1:], strict=True):
-        assert 20 < sqnr_db(a, b) < 60  # beyond the kept inputs' error, codes of E5M2 gradients that fall elsewhere
-
-
-@pytest.mark.parametrize("nonlinear", ["bf16", "fp8"])
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing_gives_the_same_bits(use_reentrant, nonlinear):
-    mlp, x = make(nonlinear), inputs()
-    expected = run(mlp, x, inputs(1))
-    got = run(lambda_module(mlp, use_reentrant), x, inputs(1))
-    for a, b in zip(expected, got, strict=True):
-        assert_bitwise(a, b)
-
-
-def lambda_module(mlp, use_reentrant):
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.mlp = mlp
-
-        def forward(self, x):
-            return checkpoint(self.mlp, x, use_reentrant=use_reentrant)
-
-    return Checkpointed()
-
-
-def test_linears_with_hooks_are_called_as_modules_and_the_activation_is_not():
-    mlp = make()
-    calls = []
-    for name, module in mlp.named_children():
-        module.register_forward_hook(lambda *_, name=name: calls.append(name))
-    mlp(inputs())
-    assert calls == ["gate_proj", "up_proj", "down_proj"]
-    assert isinstance(mlp, Mlp) and list(mlp.state_dict()) == list(Mlp().state_dict())
-
-
 def test_a_hook_on_the_last_linear_sees_true_values():
     mlp, seen = make(), []
     mlp.down_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
@@ -325,16 +241,6 @@ def test_float32_and_autocast_take_the_stock_forward():
             assert_bitwise(fused(x.bfloat16()), stock(x.bfloat16()))
 
 
-def test_while_it_is_compiled_with_hooks_on_its_linears_it_is_the_stock_module(monkeypatch):
-    fused, stock = make(), make(fused=False)
-    calls = []
-    for module in (fused.act_fn, fused.up_proj):
-        module.register_forward_hook(lambda module, *_: calls.append(module))
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert_bitwise(fused(inputs()), stock(inputs()))
-    assert set(calls) == {fused.act_fn, fused.up_proj}
-
-
 @pytest.mark.parametrize("backend", [None, "eager"])
 def test_a_hook_on_all_modules_sees_those_inside(backend):
     torch._dynamo.reset()
@@ -347,24 +253,6 @@ def test_a_hook_on_all_modules_sees_those_inside(backend):
     finally:
         handle.remove()
     assert {fused.gate_proj, fused.up_proj, fused.act_fn, fused.down_proj} <= set(calls)
-
-
-def test_another_call_of_all_modules_sees_those_inside(monkeypatch):
-    fused, calls, stock = make(), [], nn.Module.__call__
-    monkeypatch.setattr(nn.Module, "__call__", lambda self, *args: calls.append(self) or stock(self, *args))
-    fused(inputs())
-    assert {fused.gate_proj, fused.up_proj, fused.act_fn, fused.down_proj} <= set(calls)
-
-
-def test_with_no_reader_in_fp8_it_is_the_stock_module():
-    """As after `revert`."""
-    fused, stock = make(), make(fused=False)
-    for mlp in (fused, stock):
-        del mlp.down_proj.fp8_recipe
-        mlp.down_proj.__class__ = nn.Linear
-    x, grad = inputs(), inputs(1)
-    for a, b in zip(run(stock, x, grad), run(fused, x, grad), strict=True):
-        assert_bitwise(a, b)
 
 
 def relu(mlp):
@@ -387,7 +275,6 @@ def function(mlp):
         (False, own_forward),
         (False, function),
         (True, own_forward),
-        *(pytest.param(True, change, marks=pytest.mark.slow) for change in (relu, function)),
     ],
 )
 def test_with_its_activation_replaced_it_is_the_stock_module(change, compiled):

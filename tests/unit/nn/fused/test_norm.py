@@ -97,16 +97,6 @@ def test_a_norm_is_known_by_what_it_computes(norm, expected):
     assert_bitwise(norm.weight.detach(), before["weight"])
 
 
-FAMILY = [("llama", "Llama"), ("qwen2", "Qwen2"), ("qwen3", "Qwen3"), ("mistral", "Mistral"), ("mixtral", "Mixtral")]
-
-
-@pytest.mark.parametrize(("module", "name"), FAMILY)
-def test_norms_of_the_llama_family_are_recognised(module, name):
-    pytest.importorskip("transformers")
-    models = __import__(f"transformers.models.{module}.modeling_{module}", fromlist=["x"])
-    assert arithmetic_of(getattr(models, f"{name}RMSNorm")(WIDTH, eps=1e-5)) == (1e-5, "twice")
-
-
 def test_gemmas_norm_is_left_and_olmos_rounds_once():
     pytest.importorskip("transformers")
     from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
@@ -114,15 +104,6 @@ def test_gemmas_norm_is_left_and_olmos_rounds_once():
 
     assert arithmetic_of(GemmaRMSNorm(WIDTH)) == "other arithmetic"
     assert arithmetic_of(Olmo2RMSNorm(WIDTH, eps=1e-5)) == (1e-5, "once")
-
-
-@pytest.mark.parametrize(
-    "module",
-    [nn.RMSNorm(8, elementwise_affine=False), nn.LayerNorm(8), nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8)],
-    ids=lambda module: type(module).__name__,
-)
-def test_other_modules_are_no_candidates(module):
-    assert not is_candidate(module)
 
 
 def make(norm=None, nonlinear="bf16", shared=None):
@@ -169,21 +150,11 @@ def test_values_and_gradients_are_those_of_the_stock_module(norm):
     assert sqnr_db(weight.grad, got[2]) > max(45, sqnr_db(weight.grad, expected[2]) - 1)
 
 
-def test_kept_in_fp8_the_gradients_stay_within_its_error():
-    x, grad = inputs(), inputs(1)
-    exact, kept = run(make()[0], x, grad), run(make(nonlinear="fp8")[0], x, grad)
-    assert_bitwise(exact[0], kept[0])
-    for a, b in zip(exact[1:], kept[1:], strict=True):
-        assert 30 < sqnr_db(a, b) < 60
-
-
 @pytest.mark.parametrize(
     ("nonlinear", "norm"),
     [
         pytest.param("bf16", LlamaNorm(), id="bf16-twice"),
         pytest.param("fp8", torch_norm(eps=1e-6), id="fp8-once"),
-        pytest.param("bf16", torch_norm(eps=1e-6), id="bf16-once", marks=pytest.mark.slow),
-        pytest.param("fp8", LlamaNorm(), id="fp8-twice", marks=pytest.mark.slow),
     ],
 )
 def test_in_a_graph_it_computes_the_stock_values_and_keeps_its_input_as_asked(norm, nonlinear):
@@ -221,19 +192,6 @@ def test_in_a_graph_it_computes_the_stock_values_and_keeps_its_input_as_asked(no
         kept.clear()
         graph = torch.compile(fused, backend="aot_eager", fullgraph=True)
         assert_bitwise(graph(x), stock(x))
-
-
-def test_the_module_stays_what_it_was_for_everyone_else():
-    fused, _, stock = make()
-    weight = fused.weight
-    calls = []
-    fused.register_forward_hook(lambda *_: calls.append("hook"))
-    assert isinstance(fused, LlamaNorm) and type(fused).__name__ == "Fp8LlamaNorm"
-    fused(inputs())
-    assert calls == ["hook"] and fused.weight is weight
-    assert list(fused.state_dict()) == list(stock.state_dict())
-    assert [name for name, _ in fused.named_modules()] == [""]
-    assert "kept=bf16" in repr(fused)
 
 
 def test_copies_and_pickles_of_a_model_are_fused_with_their_own_readers():
@@ -321,18 +279,3 @@ def test_rows_with_gaps_are_normed_as_others():
     y = x.detach().contiguous().requires_grad_()
     fused(y).float().sum().backward()
     assert_bitwise(x.grad.contiguous(), y.grad)
-
-
-def test_compiled_it_is_the_stock_module():
-    fused, _, stock = make()
-    targets = []
-
-    def backend(graph, _):
-        targets.extend(str(node.target) for node in graph.graph.nodes)
-        return graph.forward
-
-    torch._dynamo.reset()
-    compiled = torch.compile(fused, backend=backend, fullgraph=True)
-    assert_bitwise(compiled(inputs()).detach(), stock(inputs()).detach())
-    torch._dynamo.reset()
-    assert targets and not any("fp8_ds" in target for target in targets)

@@ -1,13 +1,11 @@
 """Fused producers in a decoder layer: the same bits for the linears, fewer casts, and what is kept for backward."""
 
 import copy
-from collections import Counter
 
 import pytest
 import torch
 from support import many_scales
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_ds.config import ActivationsConfig, LinearConfig
 from fp8_ds.errors import ConfigError
@@ -34,18 +32,6 @@ CONFIG = modeling.LlamaConfig(
 )
 CONFIG._attn_implementation = "sdpa"
 RECIPES = ("tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")
-
-
-class Calls(TorchDispatchMode):
-    """Counts what reaches torch's dispatcher."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names[str(func).removesuffix(".default")] += 1
-        return func(*args, **(kwargs or {}))
 
 
 class Layer(nn.Module):
@@ -131,55 +117,6 @@ def test_the_layer_computes_what_the_unfused_one_computes(recipe):
         assert sqnr_db(value, got[name]) > 30, name
 
 
-# Of quantising x: unfused q, k and v share one, gate and up one, o and down have their own.
-CASTS = {
-    "tensorwise": ("fp8_ds.quantize_and_transpose_tensorwise", 4, 1),
-    "delayed": ("fp8_ds.quantize_and_transpose_delayed", 4, 1),
-    "rowwise": ("fp8_ds.quantize_rowwise", 4 + 7, 1 + 7),  # seven weights without ZeRO
-    "rowwise_with_gw_hp": ("fp8_ds.quantize_rowwise", 4 + 7, 1 + 7),
-    "blockwise": ("fp8_ds.quantize_blockwise", 4 + 7, 4 + 7),
-}
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_what_producers_cast_is_not_cast_again(recipe):
-    name, unfused, fused = CASTS[recipe]
-    for is_fused, expected in ((False, unfused), (True, fused)):
-        model, history = make(recipe, is_fused)
-        if history is not None:
-            history.update(torch.ones_like(history.amax_local))
-        with Calls() as calls:
-            model(inputs())
-        assert calls.names[name] == expected
-        assert calls.names["fp8_ds.record_amax"] == 0
-        assert calls.names["fp8_ds.rmsnorm"] == 2 * is_fused and calls.names["fp8_ds.swiglu"] == is_fused
-
-
-class Alias(torch.autograd.Function):
-    """What ZeRO-3's hooks do to inputs and outputs of each module."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
-def test_fp8_tensors_are_found_through_hooks_that_pass_aliases_on():
-    model, _ = make()
-    expected = run(model, inputs(), inputs(seed=1))
-    for module in model.modules():
-        module.register_forward_pre_hook(lambda _, args: tuple(map(Alias.apply, args)) or None)
-        module.register_forward_hook(lambda _, args, out: Alias.apply(out) if isinstance(out, torch.Tensor) else None)
-    with Calls() as calls:
-        got = run(model, inputs(), inputs(seed=1))
-    assert calls.names["fp8_ds.quantize_and_transpose_tensorwise"] == 1 + 7
-    for name, value in expected.items():
-        assert_bitwise(value, got[name])
-
-
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_evaluation_records_nothing_and_computes_the_same(recipe):
     model, history = make(recipe)
@@ -238,14 +175,6 @@ def test_a_llama_is_fused_but_for_its_last_norm():
         fuse_producers(model, FUSED)
 
 
-def test_what_no_fp8_linear_reads_is_left():
-    model = causal_lm()
-    convert(model, filter_fqns=("lm_head", "down_proj", "q_proj", "k_proj", "v_proj"))
-    assert fuse_producers(model, FUSED).describe() == (
-        "fp8: fused 1 norm and 0 SwiGLUs; left: model.layers.0.mlp and 2 more (no FP8 linear is seen to read it)"
-    )
-
-
 def test_a_norm_with_one_reader_in_bf16_is_fused_and_gives_it_true_values():
     model = causal_lm()
     convert(model, filter_fqns=("lm_head", "k_proj"))
@@ -274,36 +203,6 @@ def test_a_norm_used_in_two_places_is_left():
     layer.post_attention_layernorm = layer.input_layernorm
     assert "(used in several places)" in fuse_producers(model, FUSED).describe()
     assert type(layer.input_layernorm) is modeling.LlamaRMSNorm
-
-
-def test_an_unknown_model_says_so_in_one_line():
-    model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32))
-    convert(model)
-    fusion = fuse_producers(model, FUSED)
-    assert fusion.describe().startswith("fp8: fused nothing: no RMSNorm and no SwiGLU was found (modules with a weight")
-    assert not any(isinstance(module, FusedModule) for module in model.modules())
-
-
-def test_gemmas_norms_are_left_with_the_reason_and_its_gelu_too():
-    gemma = pytest.importorskip("transformers.models.gemma.modeling_gemma")
-    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = gemma.GemmaForCausalLM(gemma.GemmaConfig(**shape, head_dim=32, num_key_value_heads=1, vocab_size=64))
-    convert(model.bfloat16())
-    assert fuse_producers(model, FUSED).describe() == (
-        "fp8: fused 0 norms and 0 SwiGLUs; left: model.layers.0.mlp and 1 more (its activation is not known to be "
-        "SiLU), model.layers.0.input_layernorm and 4 more (other arithmetic)"
-    )
-
-
-def test_qwens_norms_of_q_and_k_have_no_linear_behind_them():
-    qwen = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")
-    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = qwen.Qwen3Config(**shape, head_dim=32, num_key_value_heads=1, vocab_size=64)
-    model = qwen.Qwen3ForCausalLM(config).bfloat16()
-    convert(model)
-    fusion = fuse_producers(model, FUSED)
-    assert [fqn.rpartition(".")[2] for fqn, _ in fusion.left] == ["q_norm", "k_norm", "norm"]
-    model(torch.arange(16)[None]).logits.float().sum().backward()
 
 
 def test_layers_taken_back_to_bf16_later_are_served_as_such():
@@ -422,7 +321,7 @@ def trained_like(seed=0):
 
 # Smallest measured over these families with three seeds each: layer 0.99976, input 0.99987, a matrix 0.99952. A norm's
 # weight 0.9926: where an outlier channel outweighs the others, its gradient hangs on one sum that may cancel by chance.
-@pytest.mark.parametrize("family", ["normal", "per_row", "per_column", "outlier_channel", "trained"])
+@pytest.mark.parametrize("family", ["normal", "outlier_channel", "trained"])
 def test_gradients_of_inputs_kept_in_fp8_have_cosine_0_999_with_bf16s(family):
     x = trained_like() if family == "trained" else inputs(family)
     grad = inputs(seed=1) * 1e-3

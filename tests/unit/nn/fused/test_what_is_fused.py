@@ -120,9 +120,3 @@ def test_of_the_example(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = importlib.import_module("model")
     fused = {"mlp_norm": GATE_UP, "mlp": "down_proj"}
     assert fuse(model.ByteLlama(model.SIZES["tiny"])) == (fused, {"attention_norm", "norm"}, {GATE_UP})
-
-
-def test_of_the_benchmarks_layer(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(root / "benchmarks"))
-    arms = importlib.import_module("parallel_layers_arms")
-    assert fuse(arms.Block(arms.SHAPES["8b"].divided(64))) == (LLAMA, set(), {QKV, GATE_UP})

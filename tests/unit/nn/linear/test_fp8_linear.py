@@ -146,19 +146,6 @@ def test_retyping_keeps_the_object_its_parameters_and_its_state_dict():
         Fp8Linear.from_linear(patched, TensorwiseRecipe(LinearConfig()))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_payload_bytes_are_used_and_the_parameter_is_never_read(dtype):
-    torch.manual_seed(0)
-    linear = nn.Linear(32, 16).to(dtype)
-    x = torch.randn(8, 32, dtype=dtype)
-    expected = run(fp8_of(linear), x)
-    module = fp8_of(linear)
-    attach_payload(module)
-    assert module.weight.isnan().all()
-    for a, b in zip(run(module, x), expected, strict=True):
-        assert_bitwise(a, b)
-
-
 def test_payload_is_read_again_at_backward():
     """ZeRO-3 drops the gathered bytes after forward and gathers them into another tensor before backward."""
     torch.manual_seed(0)
@@ -321,18 +308,6 @@ def test_frozen_weight_gets_no_gradient_and_saves_nothing():
     output.sum().backward()
     assert module.weight.grad is None and module.bias.grad is None
     assert sqnr_db(torch.ones(8, 16) @ linear.weight, x.grad) > 24
-
-
-def test_input_that_needs_no_gradient_costs_no_gemm(monkeypatch):
-    from fp8_ds.nn.linear import recipe as recipe_module
-
-    calls = []
-    original = recipe_module.scaled_mm
-    monkeypatch.setattr(recipe_module, "scaled_mm", lambda *a, **k: calls.append(k) or original(*a, **k))
-    module = fp8_of(nn.Linear(32, 16))
-    module(torch.randn(8, 32)).sum().backward()
-    assert len(calls) == 2  # output, grad_weight
-    assert module.weight.grad is not None
 
 
 FAST = {
@@ -503,18 +478,6 @@ def test_delayed_scales_by_the_history_after_it():
     assert_bitwise(output, reference[0])  # what is beyond the history's amax saturates
     assert_bitwise(grad_input, reference[1])
     assert history.amax_local.tolist() == [x.abs().max().item(), grad_output.abs().max().item()]
-
-
-def test_delayed_three_steps_keep_24_db():
-    torch.manual_seed(0)
-    linear = nn.Linear(256, 192)
-    module, history = delayed_of(linear)
-    for _ in range(3):
-        x, grad_output = torch.randn(512, 256), torch.randn(512, 192) * 1e-5
-        expected, got = run(linear, x, grad_output), run(module, x, grad_output)
-        history.update(history.amax_local)
-    for ref, value in zip(expected[:3], got, strict=False):
-        assert sqnr_db(ref, value) >= 24
 
 
 @pytest.mark.parametrize("num_updates", [0, 1])

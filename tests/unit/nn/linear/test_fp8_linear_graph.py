@@ -1,7 +1,6 @@
 """Fp8Linear inside checkpointing and torch.compile: the same bits, no graph break."""
 
 import copy
-import shutil
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from fp8_ds.nn.fused.search import fuse_producers
 from fp8_ds.nn.linear.fp8_linear import Fp8Linear
 from fp8_ds.nn.linear.payload import Fp8Payload
 from fp8_ds.nn.linear.recipes import DelayedRecipe, RowwiseRecipe, TensorwiseRecipe
-from fp8_ds.nn.plan.convert import apply_plan, revert
+from fp8_ds.nn.plan.convert import apply_plan
 from fp8_ds.nn.plan.plan import make_plan
 from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.numerics.scale import AmaxHistory
@@ -106,7 +105,6 @@ COVERING = [
     ("delayed", torch.float32, True),
     ("delayed", torch.bfloat16, False),
 ]
-OTHERS = [(recipe, dtype, not with_payload) for recipe, dtype, with_payload in COVERING]
 
 
 @pytest.fixture
@@ -128,17 +126,8 @@ def test_linears_of_several_widths_compile_one_by_one(recipe):
         assert_all_bitwise(run(torch.compile(linear, backend="aot_eager", fullgraph=True), linear, x), expected)
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        "delayed",
-        "rowwise_with_gw_hp",
-        "blockwise",
-        # Of symbols, these two have the test above.
-        pytest.param("tensorwise", marks=pytest.mark.slow),
-        pytest.param("rowwise", marks=pytest.mark.slow),
-    ],
-)
+# Of symbols, "tensorwise" and "rowwise" have the test above.
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise_with_gw_hp", "blockwise"])
 def test_linears_of_one_graph_compile_with_every_size_a_symbol(recipe):
     """`dynamic=True` makes symbols of floats too, which torch 2.13 cannot hand to a second autograd function."""
     torch.manual_seed(0)
@@ -164,9 +153,7 @@ def test_an_input_of_another_width_is_named():
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize(
-    ("recipe", "dtype", "with_payload"), [*COVERING, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
-)
+@pytest.mark.parametrize(("recipe", "dtype", "with_payload"), COVERING)
 def test_compiled_equals_eager_without_graph_breaks(with_payload, dtype, recipe):
     # fullgraph=True raises at the first graph break.
     linear, history = make(recipe, with_payload, dtype)
@@ -220,15 +207,6 @@ def test_compiled_delayed_compiles_twice_at_most_over_many_steps():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
-def test_compiled_it_refuses_an_input_of_another_dtype():
-    linear, _ = make(dtype=torch.bfloat16, with_payload=True)
-    compiled = torch.compile(linear, backend="aot_eager")
-    assert compiled(torch.randn(6, 48).bfloat16()).dtype == torch.bfloat16
-    with pytest.raises(RuntimeError, match="input of weight: expected"):
-        compiled(torch.randn(6, 48))
-
-
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -257,8 +235,7 @@ def converted(recipe, fused):
     return net, plan
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("recipe", "fused"), [("tensorwise", True), ("delayed", False), ("blockwise", False)])
 def test_torch_fx_calls_layers_by_name_and_gives_the_same(fused, recipe):
     net, plan = converted(recipe, fused)
     graph = torch.fx.symbolic_trace(net)
@@ -290,14 +267,6 @@ def test_torch_jit_traces_it_for_training_where_no_two_read_one_tensor(fused):
     assert all(p.grad is not None and p.grad.any() for p in net.parameters())
 
 
-def test_a_reverted_layer_keeps_nothing_of_that():
-    net, plan = converted("tensorwise", False)
-    before = set(vars(nn.Linear(2, 2)))
-    assert set(vars(net.up)) > before
-    revert(net, plan, ["up"], "small")
-    assert set(vars(net.up)) == before and net.up.__module__ == "torch.nn.modules.linear"
-
-
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled_under_autocast_equals_eager():
     linear, _ = make()
@@ -311,18 +280,3 @@ def test_compiled_under_autocast_equals_eager():
     got = run(torch.compile(forward, backend="aot_eager", fullgraph=True), linear, x)
     assert_all_bitwise(got, expected)
     assert got[0].dtype == torch.bfloat16
-
-
-@pytest.mark.slow  # inductor compiles C++
-@pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ for the CPU")
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_inductor_gives_the_bits_of_eager_but_for_the_order_of_the_bias_gradients_sum(recipe):
-    linear, history = make(recipe, with_payload=True, dtype=torch.bfloat16)
-    x = torch.randn(2, 3, 48, dtype=torch.bfloat16)
-    if history is not None:
-        history.update(torch.tensor([2.0, 4.0]))
-    *expected, bias_grad = run(linear, linear, x)
-    *got, got_bias_grad = run(torch.compile(linear, fullgraph=True), linear, x)
-    assert_all_bitwise(got, expected)
-    torch.testing.assert_close(got_bias_grad, bias_grad)

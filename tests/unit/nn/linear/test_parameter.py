@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8_ds.errors import UnsupportedError
-from fp8_ds.nn.linear import parameter
 from fp8_ds.nn.linear.parameter import Fp8Parameter, has_payload
 from fp8_ds.nn.linear.payload import Fp8Payload
 from fp8_ds.nn.linear.weight_data import WeightData
@@ -115,11 +114,6 @@ def test_gradient_of_a_reader_reaches_the_parameter(weight: Any) -> None:
     for p in (weight, true):
         (F.linear(x, p).float().square().sum() + p.float().pow(3).sum()).backward()
     assert weight.grad.dtype == torch.bfloat16 and torch.equal(weight.grad, true.grad)
-
-
-def test_autograd_grad_differentiates_by_the_parameter(weight: Any) -> None:
-    retype(weight)
-    assert torch.equal(*torch.autograd.grad((2 * weight).sum(), [weight]), torch.full_like(weight, 2.0))
 
 
 def test_hook_on_the_accumulated_gradient_fires_once(weight: Any) -> None:
@@ -303,12 +297,6 @@ def test_a_parameter_made_of_data_is_a_leaf_over_the_weight_and_its_copies_are_p
     assert 0.5 < float((true - weight.detach()).float().mean()) < 1.0
 
 
-def test_what_books_data_in_autograd_writes_nothing(weight: Any) -> None:
-    retype(weight, writable=False)
-    true = weight.detach()
-    assert weight.data.requires_grad_().requires_grad and torch.equal(weight.detach(), true)
-
-
 def test_data_that_was_read_before_follows_the_weight_and_autograd_does_not_mind_reads(weight: Any) -> None:
     true = retype(weight).clone()
     data = weight.data
@@ -331,15 +319,6 @@ def test_what_is_made_of_data_writes_nowhere(weight: Any) -> None:
     buffer.seek(0)
     assert type(torch.load(buffer, weights_only=True)) is Tensor
     assert torch.equal(weight.detach(), true)
-
-
-def test_data_that_was_read_before_a_write_is_written_as_the_weight_is_now(weight: Any) -> None:
-    retype(weight)
-    data = weight.data
-    with torch.no_grad():
-        weight.fill_(2.0)
-    data[0] = 4.0
-    assert (weight.detach()[0] == 4.0).all() and (weight.detach()[1:] == 2.0).all()
 
 
 @pytest.mark.parametrize("has_master", [False, True])
@@ -374,19 +353,6 @@ def test_load_state_dict_writes(weight: Any) -> None:
     assert (weight.detach() == 2.0).all()
 
 
-def test_moving_average_of_weights_follows_them(weight: Any) -> None:
-    true = retype(weight)
-    average = torch.zeros(SHAPE, dtype=torch.bfloat16)
-    average.lerp_(weight.data, 1.0)
-    assert torch.equal(average, true)
-
-
-def test_in_place_on_a_leaf_that_requires_grad_needs_no_grad(weight: Any) -> None:
-    retype(weight)
-    with pytest.raises(RuntimeError, match="no_grad"):
-        weight.add_(1.0)
-
-
 def test_write_into_a_weight_gathered_for_compute_is_refused(weight: Any) -> None:
     retype(weight, writable=False)
     with torch.no_grad(), pytest.raises(UnsupportedError, match="GatheredParameters"):
@@ -397,29 +363,6 @@ def test_data_of_another_shape_releases_the_bytes(weight: Any) -> None:
     retype(weight, writable=False)  # as in ZeRO-3
     weight.data = torch.empty(0, dtype=torch.bfloat16)  # what deepspeed's free_param does
     assert not has_payload(weight) and weight.numel() == 0
-
-
-def test_data_of_a_released_weight_is_read_and_assigned_without_a_walk_over_arguments(
-    weight: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """ZeRO-3's coordinator does both for every weight of every layer: a walk costs it 30 us."""
-    true = retype(weight)
-    other = nn.Parameter(torch.zeros(SHAPE, dtype=weight.dtype))
-    retype(other)
-    weight._fp8.write = None
-    weight.data = torch.empty(0, dtype=weight.dtype)
-
-    def walk(*args: Any) -> Any:
-        raise AssertionError("arguments were walked")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(parameter, "tree_map", walk)
-        patch.setattr(parameter, "targets_of", walk)
-        assert weight.data.numel() == 0
-        weight.data = true
-        assert torch.equal(weight.data, true)
-    weight.data = other  # whose bytes are here: its true value is taken, not its NaN
-    assert torch.equal(weight.data, torch.zeros(SHAPE, dtype=weight.dtype))
 
 
 class _Product(torch.autograd.Function):
@@ -485,25 +428,6 @@ def test_a_function_in_a_checkpoint_has_the_values_of_the_weight(weight: Any, ho
     for around in ("no hooks", hooks):
         expected = _gradients(stock, SAVING[around], reads)
         assert all(map(torch.equal, _gradients(weight, SAVING[around], reads), expected))
-
-
-def test_hooks_of_a_user_end_where_they_did(weight: Any) -> None:
-    retype(weight)
-    seen: list[int] = []
-
-    def count(t: Tensor) -> Tensor:
-        seen.append(t.numel())
-        return t
-
-    x = torch.ones(3, 10, dtype=torch.bfloat16, requires_grad=True)
-    with _hooks(count, _same):
-        with _hooks(_same, _same):
-            _Product.apply(x, weight)
-        assert seen == []
-        _Product.apply(x, weight)
-    assert seen == [30, 60]
-    _Product.apply(x, weight)
-    assert seen == [30, 60]
 
 
 def test_a_saved_weight_that_was_released_is_named(weight: Any) -> None:
@@ -617,14 +541,6 @@ def test_gradients_by_data_that_was_made_a_parameter_are_of_its_values(weight: A
     assert torch.equal(grads[1], torch.full(SHAPE, 3.0, dtype=torch.bfloat16))
 
 
-def test_a_frozen_weight_has_no_gradient_to_ask_for(weight: Any) -> None:
-    retype(weight)
-    loss = weight.float().sum()
-    weight.requires_grad_(False)
-    with pytest.raises(RuntimeError, match="require"):
-        torch.autograd.grad(loss, weight)
-
-
 def test_deepcopy_is_a_plain_parameter_with_true_values(weight: Any) -> None:
     true = retype(weight)
     module = _holding(weight)
@@ -648,20 +564,6 @@ def test_pickled_module_holds_plain_parameters_with_true_values(weight: Any) -> 
     torch.save(_holding(weight).state_dict(), file)
     file.seek(0)
     assert torch.equal(torch.load(file, weights_only=True)["w"], true)
-
-
-def test_export_takes_the_place_of_the_bytes(weight: Any) -> None:
-    retype(weight)
-    master = torch.randn(SHAPE, dtype=torch.bfloat16)
-    weight._fp8.export = master
-    assert torch.equal(weight.detach(), master) and torch.equal(weight.data, master)
-    weight._fp8.export = None
-    assert not torch.equal(weight.detach(), master)
-
-
-def test_repr_shows_values_not_nan(weight: Any) -> None:
-    retype(weight)
-    assert "nan" not in repr(weight)
 
 
 def test_weight_gathered_in_bf16_by_a_stock_reader_behaves_as_a_plain_parameter(weight: Any) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import many_scales
 
-from fp8_ds.nn.linear.payload import OF_RECIPE, ROW, TENSOR, TILE, CopiedScales, per_element
+from fp8_ds.nn.linear.payload import ROW, TENSOR, TILE, CopiedScales, per_element
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.ops.blockwise import quantize_blockwise
 from fp8_ds.ops.quantize import quantize, quantize_part, quantize_rowwise, quantize_tensorwise
@@ -84,21 +84,6 @@ def test_scales_that_do_not_fit_the_values_are_not_kept_for_a_copy():
     copied = CopiedScales.of(weight, ROW, scale, scale_inv)
     assert_bitwise(copied.quantize(weight)[0], quantize_rowwise(weight, E4M3)[0])
     assert copied.fit(weight) and not copied.fit(weight[:30])
-
-
-def test_llama_3_8b_has_1_4_million_rows_or_0_43_million_tiles():
-    layer = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
-    assert 32 * sum(ROW.num_scales(shape) for shape in layer) == 1_376_256
-    assert 32 * sum(TILE.num_scales(shape) for shape in layer) == 425_984
-    assert TENSOR.num_scales((4096, 4096)) == 1
-
-
-def test_every_recipe_has_a_granularity():
-    from typing import get_args
-
-    from fp8_ds.config import LinearConfig
-
-    assert set(OF_RECIPE) == set(get_args(LinearConfig.model_fields["recipe"].annotation))
 
 
 def test_wrong_grids_and_parts_are_refused():

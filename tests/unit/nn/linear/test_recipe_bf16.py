@@ -67,8 +67,10 @@ class Mlp(nn.Module):
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
-@pytest.mark.parametrize("names", [(), ("gate_proj",), ("up_proj", "down_proj")])
+@pytest.mark.parametrize(
+    ("recipe", "names"),
+    [("tensorwise", ()), ("delayed", ("gate_proj",)), ("rowwise", ("up_proj", "down_proj")), ("blockwise", ())],
+)
 def test_a_fused_mlp_takes_layers_in_bf16(recipe: str, names: tuple[str, ...]) -> None:
     torch.manual_seed(0)
     fused, plain = Mlp().bfloat16(), Mlp().bfloat16()
