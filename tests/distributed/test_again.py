@@ -158,28 +158,3 @@ def test_engines_that_need_no_patch_go_on_after_uninstall(ranks: Any, stage: int
     plain = ranks(2).run(uninstalled, stage, fp8, False, False)
     for ours, left_alone in zip(ranks(2).run(uninstalled, stage, fp8, False, True), plain, strict=True):
         assert ours["losses"] == left_alone["losses"] and len(ours["losses"]) == 4 and not ours["error"]
-
-
-def universal_after_uninstall() -> tuple[str, bool]:
-    """What a universal load says, and whether all weights are as before."""
-    import fp8_ds
-
-    engine = training.build(training.ds_config(1, {}))
-    before = training.fp8_state(engine)
-    fp8_ds.uninstall()
-    try:
-        engine.optimizer.load_state_dict(None, checkpoint_folder="nowhere")
-        said = ""
-    except fp8_ds.UnsupportedError as error:
-        said = str(error)
-    finally:
-        fp8_ds.install()
-    after = training.fp8_state(engine)
-    training.destroy(engine)
-    training.destroy(training.build(training.ds_config(1, {})))
-    return said, all(torch.equal(after[n][0], data) for n, (data, _) in before.items())
-
-
-def test_a_universal_load_after_uninstall_is_refused(ranks: Any) -> None:
-    for said, is_as_before in ranks(2).run(universal_after_uninstall):
-        assert "fp8_ds.uninstall()" in said and is_as_before

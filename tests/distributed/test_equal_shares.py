@@ -69,87 +69,6 @@ def test_shares_have_stocks_bits(ranks: Any, world_size: int, numels: list[int],
                 assert num_in_place == (len(used) == num_equal == 1)
 
 
-def test_small_shares_are_copied_and_large_ones_are_not(ranks: Any) -> None:
-    large = collectives.MIN_BYTES  # elements of bf16, of which two ranks share as many bytes
-    for numels, num_sent in (([large, large, 64], 1), ([large, large, 2 * large], 3), ([large, large + 1, large], 3)):
-        for stock, ours, _, num in ranks(2).run(both_ways, numels, torch.bfloat16, collectives.MIN_BYTES):
-            assert num == num_sent
-            for one, other in zip(stock, ours, strict=True):
-                assert_bitwise(one, other)
-
-
-def place_of(kind: str, numel: int) -> torch.Tensor | None:
-    """Of a share of `numel` elements in bf16."""
-    if kind == "none":
-        return None
-    if kind == "odd":  # no multiple of 16 bytes, at which NCCL would be slow
-        return torch.zeros(numel + 1, dtype=torch.bfloat16)[1:]
-    return torch.zeros(numel, dtype=torch.float32 if kind == "float32" else torch.bfloat16)
-
-
-def into_places(
-    kinds: list[tuple[int, str]], min_bytes: int
-) -> tuple[list[torch.Tensor], list[torch.Tensor], list[bool]]:
-    """Stock's shares and ours with a place for each; which of ours are at theirs."""
-    from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
-
-    tensors = [torch.arange(numel, dtype=torch.bfloat16).mul(dist.get_rank() + 1) for numel, _ in kinds]
-    stock = reduce_scatter_coalesced([tensor.clone() for tensor in tensors], dist.group.WORLD)
-    places = [place_of(kind, -(-numel // dist.get_world_size())) for numel, kind in kinds]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "MIN_BYTES", min_bytes)
-        ours = reduce_scatter_shares(tensors, dist.group.WORLD, places)
-    assert all(one.dtype == torch.bfloat16 for one in ours)
-    is_at = [place is not None and place.data_ptr() == own.data_ptr() for place, own in zip(places, ours, strict=True)]
-    return stock, ours, is_at
-
-
-ALL_KINDS = [(16, "bf16"), (12, "bf16"), (9, "bf16"), (8, "odd"), (32, "float32"), (64, "none")]
-
-
-@pytest.mark.parametrize(
-    ("kinds", "min_bytes", "at_place"),
-    [
-        ([(8, "bf16")], SENT_EACH, [True]),
-        ([(9, "bf16")], SENT_EACH, [False]),
-        (ALL_KINDS, SENT_EACH, [True, True, False, False, False, False]),
-        (ALL_KINDS, COPIED, [False] * 6),
-    ],
-)
-def test_shares_are_written_to_their_places(
-    ranks: Any, kinds: list[tuple[int, str]], min_bytes: int, at_place: list[bool]
-) -> None:
-    for stock, ours, found in ranks(2).run(into_places, kinds, min_bytes):
-        assert found == at_place
-        for one, other in zip(stock, ours, strict=True):
-            assert_bitwise(one, other)
-
-
-def refused(sizes: tuple[int, int]) -> list[bool]:
-    """Whether a gather and a reduction of a whole and a share of these sizes are refused before they begin."""
-    whole, own = (torch.zeros(size) for size in sizes)
-    group = dist.group.WORLD
-    calls = (
-        lambda: collectives.all_gather_each([whole], [own], group).wait(),
-        lambda: collectives.reduce_scatter_each([own], [whole], dist.ReduceOp.SUM, group),
-    )
-    found = []
-    for call in calls:
-        try:
-            call()
-        except AssertionError:
-            found.append(True)
-        else:
-            found.append(False)
-    return found
-
-
-@pytest.mark.parametrize(("sizes", "is_refused"), [((8, 4), False), ((6, 4), True), ((8, 3), True)])
-def test_sizes_that_do_not_fit_are_refused(ranks: Any, sizes: tuple[int, int], is_refused: bool) -> None:
-    """torch looks at none of them, and NCCL would write past a tensor's end."""
-    assert ranks(2).run(refused, sizes) == [[is_refused] * 2] * 2
-
-
 def of_one_storage() -> tuple[list[torch.Tensor], list[torch.Tensor], bool]:
     """Stock's shares and ours of gradients that overlap, as autograd may hand them out; whether they are as before."""
     from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
@@ -170,17 +89,6 @@ def test_gradients_of_one_storage_are_averaged_once(ranks: Any, world_size: int)
         assert is_as_before
         for one, other in zip(stock, ours, strict=True):
             assert_bitwise(one, other)
-
-
-def is_split_in_detail(level: str) -> bool:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "get_debug_level", lambda: getattr(dist.DebugLevel, level))
-        return collectives.is_worth_it(2, 2 * collectives.MIN_BYTES)
-
-
-def test_groups_that_check_every_call_get_one_buffer() -> None:
-    """Those of torch 2.11 have no collectives of several tensors."""
-    assert [is_split_in_detail(level) for level in ("OFF", "INFO", "DETAIL")] == [True, True, False]
 
 
 def accumulated(fp8: dict[str, Any], patched: dict[str, Any]) -> tuple[list[set[bool]], dict[str, torch.Tensor]]:

@@ -43,7 +43,7 @@ def peaks_of_stock(ranks: Any) -> Callable[[int], list[tuple[float, float, float
     return functools.cache(lambda stage: ranks(2).run(peaks, stage, None))
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_peaks_of_initialize_and_step_are_at_most_those_of_stock(ranks: Any, peaks_of_stock: Any, stage: int) -> None:
     ours, stock = ranks(2).run(peaks, stage, {}), peaks_of_stock(stage)
     for (initialize, step, resting), (stock_initialize, stock_step, stock_resting) in zip(ours, stock, strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import time
@@ -71,37 +70,6 @@ def hang_on(rank: int) -> None:
         time.sleep(60)
 
 
-class Cycle:
-    """Garbage that only a collection finds."""
-
-    num_alive = 0
-
-    def __init__(self) -> None:
-        self.me = self
-        type(self).num_alive += 1
-
-    def __del__(self) -> None:
-        type(self).num_alive -= 1
-
-
-KEPT: list[Any] = []
-
-
-def leave_garbage_and_keep(kept: int) -> None:
-    Cycle()
-    KEPT.extend([] for _ in range(kept))
-
-
-def alive_and_scanned() -> tuple[int, int, int]:
-    return Cycle.num_alive, len(KEPT), len(gc.get_objects())
-
-
-def shared_memory_operator() -> Any:
-    from deepspeed.comm import comm
-
-    return comm.cdb.shm_comm_op
-
-
 def test_every_rank_answers_in_order_with_what_it_was_given(pool: RankPool) -> None:
     assert pool.run(sum_of_ranks, 5) == [15, 15]
     assert pool.run(number) == [0, 1]
@@ -131,12 +99,6 @@ def test_a_call_that_takes_too_long_is_ended(pool: RankPool, monkeypatch: pytest
     assert not set(pool.run(process)) & set(before)
 
 
-def test_garbage_is_freed_between_calls_and_what_stays_is_not_scanned_again(pool: RankPool) -> None:
-    pool.run(leave_garbage_and_keep, 100_000)
-    for num_alive, num_kept, num_scanned in pool.run(alive_and_scanned):
-        assert num_alive == 0 and num_kept == 100_000 and num_scanned < 50_000
-
-
 def test_process_groups_that_a_call_has_left_are_ended_and_those_that_are_kept_are_not(pool: RankPool) -> None:
     """Each has three threads of gloo."""
     before = pool.run(make_groups, 0)
@@ -144,28 +106,6 @@ def test_process_groups_that_a_call_has_left_are_ended_and_those_that_are_kept_a
     assert pool.run(make_groups, 1) == before
     assert pool.run(make_groups, 0) == [number + 1 for number in before]
     assert pool.run(sum_in_the_kept_group) == [2, 2]
-
-
-def test_process_groups_live_until_every_rank_has_answered(pool: RankPool) -> None:
-    """A rank that connects a group more slowly than another fails if that one ends it."""
-    pool.settle()
-    before = pool.num_threads()
-    pool.run(make_groups, 0)
-    time.sleep(0.5)  # in which a rank would clean up that does not wait for the others
-    assert pool.num_threads() >= before + 2 * 2
-    pool.settle()
-    assert pool.num_threads() <= before
-
-
-def test_threads_of_the_ranks_are_counted(pool: RankPool) -> None:
-    pool.close()
-    assert pool.num_threads() == 0
-    pool.settle()  # nothing to wait for
-    pool.run(number)
-    before = pool.num_threads()
-    pool.run(make_groups, 2)
-    pool.settle()
-    assert pool.num_threads() >= before + 2 * 2
 
 
 class Interrupted(Exception):
@@ -186,7 +126,3 @@ def test_a_call_that_is_interrupted_leaves_no_answer_to_the_next(pool: RankPool)
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert pool.run(process) == pool.run(process)
-
-
-def test_ranks_build_no_operator_of_deepspeed(pool: RankPool) -> None:
-    assert pool.run(shared_memory_operator) == [None, None]

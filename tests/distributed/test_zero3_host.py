@@ -1,10 +1,9 @@
-"""What ZeRO-3 with blocks as leaves makes the host do: it waits no more often than in stock, and walks no arguments."""
+"""ZeRO-3 with blocks as leaves: what is gathered, and prefetched, has the bits of stock's way."""
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections import Counter
 from importlib.metadata import version
 from typing import Any
 
@@ -12,17 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 import training
-from fake_device import fake_device
 from packaging.version import Version
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_ds.comm import collectives
 
 pytestmark = pytest.mark.distributed
 
 STATES = {"optimizer": {"states": "fp8", "master": "e4m11"}}
-PHASES = ("forward", "backward", "step")
 NUM_BLOCKS = 3
 
 
@@ -62,60 +58,6 @@ def build(
     return deepspeed.initialize(model=net, config=config, model_parameters=net.parameters())[0]
 
 
-def waits_of_a_step(fp8: dict[str, Any] | None) -> dict[str, dict[str, int]]:
-    """By phase of the fourth step: waits, and "walks" over arguments of functions on weights."""
-    from fp8_ds.nn.linear import parameter
-
-    stock = parameter.tree_map
-    with fake_device() as waits:
-        engine = build(fp8)
-        coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
-        fetch = coordinator.fetch_sub_module
-
-        def numbered(*args: Any, **kwargs: Any) -> None:
-            waits.fetch += 1
-            fetch(*args, **kwargs)
-
-        def walk(*args: Any) -> Any:
-            waits["walks"] += 1
-            return stock(*args)
-
-        coordinator.fetch_sub_module = numbered
-        training.train(engine, 3)
-        parameter.tree_map = walk
-        found = {}
-        for phase in PHASES:
-            waits.clear()
-            if phase == "forward":
-                loss = engine(training.micro_batches(3, 1)[0])
-            elif phase == "backward":
-                engine.backward(loss)
-            else:
-                engine.step()
-            found[phase] = dict(waits)
-        parameter.tree_map = stock
-        training.destroy(engine)
-    return found
-
-
-def test_the_host_waits_no_more_often_than_in_stock_nor_for_a_gather_of_the_leaf_it_is_at(ranks: Any) -> None:
-    stock, *both = (ranks(2).run(waits_of_a_step, fp8)[0] for fp8 in (None, {}, STATES))
-    assert stock["forward"]["own event"] > 0 and stock["step"]["device"] > 0  # so that both are counted
-    for ours in both:
-        for phase in PHASES:
-            for kind in ("stream", "event", "device"):
-                assert ours[phase].get(kind, 0) <= stock[phase].get(kind, 0), (phase, kind)
-            assert ours[phase].get("own event", 0) == ours[phase].get("walks", 0) == 0
-        assert ours["forward"]["recorded"] == NUM_BLOCKS + 2 < stock["forward"]["recorded"]  # and embedding and head
-        assert ours["step"].get("device", 0) < stock["step"]["device"]  # persistent parameters are gathered without one
-
-
-def test_with_fp8_states_the_device_waits_for_the_last_reductions_and_the_host_goes_on(ranks: Any) -> None:
-    stock, fp32_states, fp8_states = (ranks(2).run(waits_of_a_step, fp8)[0]["backward"] for fp8 in (None, {}, STATES))
-    assert stock["stream"] == fp32_states["stream"] == 1 and fp8_states.get("stream", 0) == 0
-    assert fp8_states["stream by the device"] == fp32_states["stream by the device"] + 1
-
-
 def same_as_stocks(persistent: list[Any], original_all_gather: Any) -> list[tuple[bool, bool]]:
     """For each persistent parameter: whether it is here, and has the bits that stock's own gather gives it."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -130,16 +72,6 @@ def same_as_stocks(persistent: list[Any], original_all_gather: Any) -> list[tupl
     ]
 
 
-class _Names(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names[func._schema.name] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def are_freed(tensors: list[weakref.ref[Tensor]]) -> bool:
     """Whether nothing keeps them for long: a thread of gloo's lets go of a tensor after it has said that it is done."""
     end = time.monotonic() + 60
@@ -148,32 +80,25 @@ def are_freed(tensors: list[weakref.ref[Tensor]]) -> bool:
     return all(tensor() is None for tensor in tensors)
 
 
-def gathered(fp8: dict[str, Any]) -> dict[str, Any]:
-    """After two steps: persistent parameters; operators by which three weights that lie one behind the other, and two
-    that do not, are sent and taken out of one buffer, and by which each is sent by itself; and whether their bytes are
-    those of gathers one by one."""
-    engine = build(fp8)
-    training.train(engine, 1)
-    engine.backward(engine(training.micro_batches(1, 1)[0]))
-    with _Names() as mode:
-        engine.step()
-    in_step = mode.names["aten::split_with_sizes_copy"]
+def gathered() -> tuple[list[tuple[bool, bool]], bool, bool]:
+    """After two steps: persistent parameters; whether weights that are sent together, which lie one behind the other or
+    do not, and each by itself, have the bytes of gathers one by one; and whether buffers are freed then."""
+    engine = build({})
+    training.train(engine, 2)
     optimizer = engine.optimizer
     persistent = same_as_stocks(optimizer.persistent_parameters, optimizer._fp8_hooks[0].original_all_gather)
     shards = optimizer._fp8_shards
-    names, is_same, is_freed = {}, True, True
-    together, each = collectives.MIN_BYTES, 0
-    for what, weights, min_bytes in (
-        ("adjacent", shards.weights[:3], together),
-        ("apart", shards.weights[:3:2], together),
-        ("each", shards.weights[:3], each),
+    is_same, is_freed = True, True
+    for weights, min_bytes in (
+        (shards.weights[:3], collectives.MIN_BYTES),
+        (shards.weights[:3:2], collectives.MIN_BYTES),
+        (shards.weights[:3], 0),
     ):
-        with _Names() as mode, pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(collectives, "MIN_BYTES", min_bytes)
             handle = shards.gather(weights)
             received = [weakref.ref(buffer) for buffer in handle.buffers]
             handle.wait()
-        names[what] = mode.names
         arrived = [weight.payload.data.clone().view(torch.uint8) for weight in weights]
         for weight in weights:
             weight.param.partition()
@@ -183,55 +108,12 @@ def gathered(fp8: dict[str, Any]) -> dict[str, Any]:
             is_same &= torch.equal(weight.payload.data.view(torch.uint8), data)
             weight.param.partition()
     training.destroy(engine)
-    return {"persistent": persistent, "in step": in_step, "names": names, "is same": is_same, "is freed": is_freed}
+    return persistent, is_same, is_freed
 
 
 def test_what_is_gathered_has_the_bits_of_stocks_way_and_of_gathers_one_by_one(ranks: Any) -> None:
-    for found in ranks(2).run(gathered, {}):
-        assert found["persistent"] == [(True, True)] * (2 * NUM_BLOCKS + 2) and found["is same"] and found["is freed"]
-        assert found["in step"] == 1  # which lays out all that persists
-        for what, num_copies in (("adjacent", 0), ("apart", 1)):
-            names = found["names"][what]
-            assert names["aten::cat"] == num_copies and names["aten::split_with_sizes_copy"] == 1
-            assert not {"aten::clone", "aten::copy_"} & set(names)  # of a strided view: bytewise on CUDA
-        copies = {"aten::cat", "aten::split_with_sizes_copy", "aten::clone", "aten::copy_"}
-        assert not copies & set(found["names"]["each"])
-        assert found["names"]["each"]["c10d::allgather_into_tensor_coalesced_"] == 1
-
-
-def left(fp8: dict[str, Any]) -> dict[str, Any]:
-    """An FP8 weight that has been gathered and released, by stock code and by ours; and one that a module uses."""
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
-    engine = build(fp8)
-    training.train(engine, 1)
-    shards = engine.optimizer._fp8_shards
-    weight = shards.weights[0]
-    p = weight.param
-    found: dict[str, Any] = {"weight": []}
-    hooks = next(hooks for hooks in engine.optimizer._fp8_hooks if hooks.param is p)
-    for release in (hooks.original_partition, p.partition):
-        shards.gather([weight]).wait()
-        assert p.ds_status == ZeroParamStatus.AVAILABLE
-        release()
-        with torch._C.DisableTorchFunctionSubclass():
-            found["weight"].append((str(p.ds_status), p.data.numel(), p.data.dtype, weight.payload.data is None))
-    shards.gather([weight]).wait()
-    p.ds_active_sub_modules.add(17)
-    try:
-        p.partition()
-    except RuntimeError as error:
-        found["in use"] = str(error)
-    p.ds_active_sub_modules.discard(17)
-    training.destroy(engine)
-    return found
-
-
-def test_a_weight_is_left_as_stock_leaves_one_and_not_while_it_is_used(ranks: Any) -> None:
-    for found in ranks(2).run(left, {}):
-        by_stock, by_us = found["weight"]
-        assert by_stock == by_us == ("ZeroParamStatus.NOT_AVAILABLE", 0, torch.bfloat16, True)
-        assert "still active" in found["in use"]
+    for persistent, is_same, is_freed in ranks(2).run(gathered):
+        assert persistent == [(True, True)] * (2 * NUM_BLOCKS + 2) and is_same and is_freed
 
 
 def losses_of_a_trace_that_breaks(
@@ -302,28 +184,3 @@ def test_a_block_that_is_on_its_way_again_when_another_of_its_first_fetch_is_wai
     for, and between the blocks the first one, but for its norm, for its backward."""
     with_prefetch, without = (ranks(2).run(losses_after_a_skipped_step, num)[0] for num in (34_000, 0))
     assert with_prefetch == without
-
-
-def order_of_a_step() -> list[str]:
-    """What FP8 states do in a step, in order."""
-    engine = build(STATES)
-    training.train(engine, 1)
-    done: list[str] = []
-
-    def spied(name: str) -> Any:
-        stock = getattr(engine.optimizer, name)
-
-        def spy(*args: Any, **kwargs: Any) -> Any:
-            done.append(name)
-            return stock(*args, **kwargs)
-
-        return spy
-
-    for name in ("_fp8_update", "_partition_all_parameters", "_fp8_end_step"):
-        setattr(engine.optimizer, name, spied(name))
-    training.train(engine, 1, first_step=1)
-    return done
-
-
-def test_the_device_gets_its_update_before_the_host_walks_over_all_parameters(ranks: Any) -> None:
-    assert ranks(1).run(order_of_a_step) == [["_fp8_update", "_partition_all_parameters", "_fp8_end_step"]]

@@ -15,7 +15,6 @@ from fp8_ds.numerics.masters import E4M11, FP32, MasterFormat
 from fp8_ds.numerics.predicted import PredictedScales
 from fp8_ds.numerics.scale import AmaxHistory
 from fp8_ds.ops.adamw import AdamShard
-from fp8_ds.optim import core as core_module
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.states import Flat, Piece, allocate_lo, write_dense
 from fp8_ds.zero.release import ReleaseUpdater
@@ -181,16 +180,6 @@ def test_buckets_that_vary_from_step_to_step_are_forgotten_and_give_the_same_byt
     anew, _ = bucket_steps(40, forget=True)
     assert most <= 5 * 2  # five steps of two buckets
     assert all(torch.equal(a, b) for a, b in zip(kept, anew, strict=True))
-
-
-def test_buckets_that_stay_are_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared = []
-    prepare = core_module.prepare
-    monkeypatch.setattr(core_module, "prepare", lambda shards: prepared.append(shards) or prepare(shards))
-    release = updater()
-    for t in range(12):
-        step(release, gradients(t))
-    assert len(prepared) == 2
 
 
 def shared_addresses(release: Any) -> list[int]:
