@@ -35,17 +35,17 @@ def files_of(folder: str) -> list[Path]:
 # --- damage ---
 
 
-def damage(folder: str, stage: int) -> list[str]:
+def damage(folder: str) -> None:
     import torch.distributed as dist
 
-    engine = base.build(stage, {})
+    engine = base.build(3, {})
     training.train(engine, 1)
     engine.save_checkpoint(folder)
     loss = training.train(engine, 1, first_step=1)
     training.destroy(engine)
-    again = base.build(stage, {}, seed=1)
+    again = base.build(3, {}, seed=1)
     files = files_of(folder)
-    assert len(files) == {2: 4, 3: 5}[stage], files
+    assert len(files) == 5, files
     for path in files:
         content = path.read_bytes()
         dist.barrier()
@@ -66,12 +66,10 @@ def damage(folder: str, stage: int) -> list[str]:
     again.load_checkpoint(folder)
     assert training.train(again, 1, first_step=1) == loss
     training.destroy(again)
-    return [path.name for path in files]
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_a_damaged_file_is_named_on_all_ranks_and_nothing_is_loaded(ranks: Any, tmp_path: Path, stage: int) -> None:
-    ranks(2).run(damage, str(tmp_path), stage)
+def test_a_damaged_file_is_named_on_all_ranks_and_nothing_is_loaded(ranks: Any, tmp_path: Path) -> None:
+    ranks(2).run(damage, str(tmp_path))
 
 
 # --- our state ---
@@ -159,9 +157,7 @@ def wrong_values(folder: str, stage: int, master: str | None) -> None:
     path = Path(folder, "one", f"{'zero_pp_rank_1_' if stage == 3 else ''}mp_rank_00_model_states.pt")
     whole = torch.load(path, weights_only=False)
     dist.barrier()
-    damages = DAMAGES[stage::5]
-    if master == "e4m11":
-        damages = [*DAMAGES, (set_number(0.3, *SCALE), (f"['{WEIGHT}']: expected a power of two, got 0.3",))]
+    damages = [*DAMAGES, (set_number(0.3, *SCALE), (WEIGHT, "0.3"))] if master else DAMAGES[::5]
     for damage, parts in damages:
         if dist.get_rank() == 0:
             content = copy.deepcopy(whole)
@@ -183,11 +179,10 @@ def wrong_values(folder: str, stage: int, master: str | None) -> None:
     training.destroy(engine)
 
 
-@pytest.mark.parametrize(("stage", "master"), [(1, None), (2, "e4m11"), (3, None), (3, "e4m19")])
+@pytest.mark.parametrize(("stage", "master"), [(2, "e4m11"), (3, None)])
 def test_values_that_no_save_writes_are_named_on_all_ranks_and_nothing_is_loaded(
     ranks: Any, tmp_path: Path, stage: int, master: str | None
 ) -> None:
-    """They were NaN in silence, or a KeyError after the masters had been loaded."""
     ranks(2).run(wrong_values, str(tmp_path), stage, master)
 
 
@@ -268,9 +263,7 @@ OTHER = {
     "shape": ((2, 2, {**base.MODEL, "hidden": 88}, {}), "blocks.0.up.weight [72, 32] in the checkpoint, [88, 32] now"),
     "names": ((2, 3, {**base.MODEL, "num_blocks": 1}, {}), "blocks.1.norm.weight [32] in the checkpoint, missing now"),
     "stage": ((2, (2, 3), base.MODEL, {}), "zero_stage 2 in the checkpoint, 3 now (a universal checkpoint"),
-    "stage-of-weights": ((2, (3, 1), base.MODEL, {"load_module_only": True}), "zero_stage 3 in the checkpoint, 1 now"),
     "fewer-ranks": ((1, 2, base.MODEL, {}), "dp_world_size 2 in the checkpoint, 1 now (a universal"),
-    "more-ranks": ((4, 3, base.MODEL, {"load_module_only": True}), "dp_world_size 2 in the checkpoint, 4 now"),
 }
 
 
@@ -283,10 +276,6 @@ def test_a_checkpoint_of_another_run_is_refused_with_what_differs(ranks: Any, tm
         assert expected in message
 
 
-def other_world(folder: str) -> None:
-    saved(folder, 2, base.MODEL)
-
-
 def weights_alone(folder: str, options: dict[str, Any]) -> None:
     engine = base.build(2, {}, seed=1)
     assert engine.load_checkpoint(folder, **options)[0] is not None
@@ -295,11 +284,11 @@ def weights_alone(folder: str, options: dict[str, Any]) -> None:
 
 
 def test_weights_alone_load_at_another_world_size_without_the_optimizers_files(ranks: Any, tmp_path: Path) -> None:
-    ranks(2).run(other_world, str(tmp_path))
+    ranks(2).run(saved, str(tmp_path), 2, base.MODEL)
     for path in tmp_path.glob("*/*optim_states.pt"):
         path.unlink()
-    weights, no_states = {"load_module_only": True}, {"load_optimizer_states": False, "load_lr_scheduler_states": False}
-    for options in (weights, no_states, {**weights, **no_states}):
+    no_states = {"load_optimizer_states": False, "load_lr_scheduler_states": False}
+    for options in ({"load_module_only": True}, no_states):
         ranks(1).run(weights_alone, str(tmp_path), options)
 
 
@@ -373,7 +362,7 @@ def test_a_checkpoint_of_other_versions_is_loaded_with_a_notice(ranks: Any, tmp_
 
 
 def stock(folder: str, stage: int) -> list[str]:
-    """Losses of stock DeepSpeed, which writes, are checked as they go on in an FP8 engine; what that says."""
+    """What an FP8 engine says of a checkpoint that stock DeepSpeed has written."""
     from fp8_ds.checkpoint.folders import MANIFEST
 
     engine = base.build(stage, None)
@@ -390,28 +379,25 @@ def stock(folder: str, stage: int) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_a_checkpoint_of_stock_deepspeed_is_loaded_with_a_notice(ranks: Any, tmp_path: Path, stage: int) -> None:
     said, by_other = ranks(2).run(stock, str(tmp_path), stage)
-    assert (
-        sum("global_step2 has no fp8_ds_manifest.json: all files that it counts are there" in line for line in said)
-        == 1
-    )
-    assert not any("has no" in line for line in by_other)
+    assert sum("fp8_ds_manifest.json" in line for line in said) == 1
+    assert not any("fp8_ds_manifest.json" in line for line in by_other)
 
 
-def without_manifest(folder: str, stage: int) -> dict[str, str]:
+def without_manifest(folder: str) -> dict[str, str]:
     """Refusals of a save whose manifest is gone and of which a file is missing or cut, by file; it loads without."""
     import torch.distributed as dist
 
     from fp8_ds.checkpoint import folders
 
-    engine = base.build(stage, {})
+    engine = base.build(2, {})
     training.train(engine, 1)
     engine.save_checkpoint(folder)
     before, loss = base.snapshot(engine), training.train(engine, 1, first_step=1)
     training.destroy(engine)
-    again, found = base.build(stage, {}, seed=1), {}
+    again, found = base.build(2, {}, seed=1), {}
     dist.barrier()
     if dist.get_rank() == 0:
         Path(folder, "global_step1", folders.MANIFEST).unlink()
@@ -430,24 +416,16 @@ def without_manifest(folder: str, stage: int) -> dict[str, str]:
         if dist.get_rank() == 0:
             path.write_bytes(content)
         dist.barrier()
-    with training.log_lines() as said:
-        again.load_checkpoint(folder)
-    assert sum("has no fp8_ds_manifest.json" in line for line in said) == (dist.get_rank() == 0)
+    again.load_checkpoint(folder)
     base.assert_same(base.snapshot(again), before)
     assert training.train(again, 1, first_step=1) == loss
     training.destroy(again)
-    other = training.build(training.ds_config(2 if stage == 3 else 3, {}), base.MODEL)
-    assert f"zero_stage {stage} in the checkpoint" in refusal(other, folder)
-    training.destroy(other)
     return found
 
 
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_without_its_manifest_a_checkpoint_loads_with_a_line_where_all_its_files_are_whole(
-    ranks: Any, tmp_path: Path, stage: int
-) -> None:
-    for found in ranks(2).run(without_manifest, str(tmp_path), stage):
-        assert len(found) == 2 * {2: 3, 3: 4}[stage]
+def test_without_its_manifest_a_checkpoint_loads_where_all_its_files_are_whole(ranks: Any, tmp_path: Path) -> None:
+    for found in ranks(2).run(without_manifest, str(tmp_path)):
+        assert len(found) == 2 * 3
         for file, message in found.items():
             folder = f"{tmp_path}/global_step1"  # what is missing may be the model file that counts the others
             assert (file.split()[0] if "optim" in file or "cut" in file else folder) in message
@@ -466,12 +444,12 @@ class Hostile:
         return os.mkdir, (self.mark,)
 
 
-def hostile(folder: str, stage: int) -> None:
+def hostile(folder: str) -> None:
     import torch.distributed as dist
 
     from fp8_ds.checkpoint import folders as m
 
-    engine = base.build(stage, {})
+    engine = base.build(2, {})
     training.train(engine, 1)
     engine.save_checkpoint(folder)
     mark, listed = f"{folder}/mark", Path(folder, "global_step1", m.MANIFEST).read_bytes()
@@ -503,11 +481,10 @@ def hostile(folder: str, stage: int) -> None:
     training.destroy(engine)
 
 
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_hostile_pickle_in_a_checkpoint_of_ours_is_not_executed_with_a_manifest_or_without(
-    ranks: Any, tmp_path: Path, stage: int
+    ranks: Any, tmp_path: Path
 ) -> None:
-    ranks(2).run(hostile, str(tmp_path), stage)
+    ranks(2).run(hostile, str(tmp_path))
 
 
 def hostile_stock(folder: str) -> None:

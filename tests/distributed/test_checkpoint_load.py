@@ -31,33 +31,24 @@ def masters_after(folder: str, stage: int, fp8: dict[str, Any] | None, options: 
     return own, masters, loss
 
 
-def partial_loads(folder: str, stage: int, fp8: dict[str, Any], writer_fp8: dict[str, Any] | None) -> list[Any]:
+def partial_loads(folder: str, stage: int, writer_fp8: dict[str, Any] | None) -> list[Any]:
     writer = base.build(stage, writer_fp8)
     training.train(writer, 2)
     saved = training.full_masters(writer)
     writer.save_checkpoint(folder)
     training.destroy(writer)
-    return [saved, *[[masters_after(folder, stage, kind, o) for kind in (None, fp8)] for o in OPTIONS]]
+    return [saved, *[[masters_after(folder, stage, kind, o) for kind in (None, {})] for o in OPTIONS]]
 
 
 def rounded(masters: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.bfloat16().float() for name, value in masters.items()}
 
 
-@pytest.mark.parametrize(
-    ("stage", "fp8", "writer"),
-    [
-        (1, {}, {}),
-        (2, {}, None),
-        (3, {}, {}),
-        pytest.param(3, {}, None, marks=pytest.mark.slow),
-    ],
-    ids=["1", "2-stock-file", "3", "3-stock-file"],
-)
+@pytest.mark.parametrize(("stage", "writer"), [(2, None), (3, {})], ids=["2-stock-file", "3"])
 def test_partial_loads_leave_the_masters_that_stock_leaves(
-    ranks: Any, tmp_path: Path, stage: int, fp8: dict[str, Any], writer: dict[str, Any] | None
+    ranks: Any, tmp_path: Path, stage: int, writer: dict[str, Any] | None
 ) -> None:
-    saved, *loads = ranks(2).run(partial_loads, str(tmp_path), stage, fp8, writer)[0]
+    saved, *loads = ranks(2).run(partial_loads, str(tmp_path), stage, writer)[0]
     for options, ((stock_own, stock, stock_loss), (our_own, ours, our_loss)) in zip(OPTIONS, loads, strict=True):
         nothing_loaded = stage == 3 and "load_module_only" in options  # stock's file has no weights there
         base.assert_same(stock, rounded(stock_own if nothing_loaded else saved))
@@ -84,16 +75,15 @@ def loaded_through_the_engine(fp8: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("states", ["fp32", "fp8"])
 def test_a_module_loaded_through_the_engine_is_loaded_as_a_whole(ranks: Any, states: str) -> None:
-    """Masters of FP8 weights were the loaded ones, and those of embeddings, norms and the head the run's own."""
     ranks(2).run(loaded_through_the_engine, {"optimizer": {"states": states}})
 
 
 # --- our state ---
 
 
-def losses_without_histories(folder: str, writer_fp8: dict[str, Any] | None) -> list[list[float]]:
+def losses_without_histories(folder: str) -> list[list[float]]:
     """After a checkpoint that has no amax histories: of an engine that is new, and of one that has some of its own."""
-    writer = base.build(2, writer_fp8)
+    writer = base.build(2, None)
     training.train(writer, 2)
     writer.save_checkpoint(folder)
     training.destroy(writer)
@@ -107,11 +97,8 @@ def losses_without_histories(folder: str, writer_fp8: dict[str, Any] | None) -> 
     return losses
 
 
-@pytest.mark.parametrize("writer", [None, {}], ids=["stock", "tensorwise"])
-def test_histories_that_a_checkpoint_does_not_have_start_anew(
-    ranks: Any, tmp_path: Path, writer: dict[str, Any] | None
-) -> None:
-    for of_new, of_trained in ranks(2).run(losses_without_histories, str(tmp_path), writer):
+def test_histories_that_a_checkpoint_does_not_have_start_anew(ranks: Any, tmp_path: Path) -> None:
+    for of_new, of_trained in ranks(2).run(losses_without_histories, str(tmp_path)):
         assert of_trained == of_new
 
 
@@ -139,7 +126,7 @@ def of_another_run(folder: str, stage: int, master: str) -> list[tuple[Any, ...]
     return found
 
 
-@pytest.mark.parametrize(("stage", "master"), [(2, "e4m11"), (3, "e4m19")])
+@pytest.mark.parametrize(("stage", "master"), [(2, "e4m11")])
 def test_a_module_only_load_takes_over_nothing_of_the_run_that_saved(
     ranks: Any, tmp_path: Path, stage: int, master: str
 ) -> None:
@@ -148,22 +135,21 @@ def test_a_module_only_load_takes_over_nothing_of_the_run_that_saved(
         assert found == [(0, {"blocks.1.down"}, down)] * 2
 
 
-def our_state(folder: str, stage: int) -> None:
+def our_state(folder: str) -> None:
     import torch.distributed as dist
     from test_checkpoint_faults import record_again
 
     from fp8_ds.checkpoint.state import CHECKPOINT_KEY
     from fp8_ds.errors import ConfigError
 
-    engine = base.build(stage, base.DELAYED)
+    engine = base.build(3, base.DELAYED)
     training.train(engine, 2)
     scales = {name: scale_inv for name, (_, scale_inv) in training.fp8_state(engine).items()}
     engine.save_checkpoint(folder)
     training.destroy(engine)
 
     rank = dist.get_rank()
-    prefix = f"zero_pp_rank_{rank}_" if stage == 3 else ""
-    file = Path(folder) / f"global_step2/{prefix}mp_rank_00_model_states.pt"
+    file = Path(folder) / f"global_step2/zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
     content = torch.load(file, weights_only=False)
     alone = Path(folder) / f"alone{rank}.pt"
     torch.save(content[CHECKPOINT_KEY], alone)
@@ -171,37 +157,30 @@ def our_state(folder: str, stage: int) -> None:
     base.assert_same(state["scale_inv"], scales)
     assert state["history"]["num_updates"] == 2
 
-    with training.log_lines() as said:
-        fewer = {"linear": {"recipe": "delayed", "filter_fqns": ["lm_head", "blocks.1"]}}
-        engine = base.build(stage, fewer, seed=1)
-        engine.load_checkpoint(folder)
-        said = [line for line in said if "layers differ" in line or "histories start" in line]
-        assert len(said) == (2 if rank == 0 else 0), said
-        if rank == 0:
-            assert "2 back in bf16 ['blocks.1.down', 'blocks.1.up']" in said[0]
-        base.assert_bytes_follow_masters(engine)
-        training.train(engine, 1)
-        training.destroy(engine)
+    fewer = {"linear": {"recipe": "delayed", "filter_fqns": ["lm_head", "blocks.1"]}}
+    engine = base.build(3, fewer, seed=1)
+    engine.load_checkpoint(folder)
+    base.assert_bytes_follow_masters(engine)
+    training.train(engine, 1)
+    training.destroy(engine)
 
-    if rank == 0 or stage == 3:
-        content[CHECKPOINT_KEY]["version"] = 99
-        torch.save(content, file)
+    content[CHECKPOINT_KEY]["version"] = 99
+    torch.save(content, file)
     dist.barrier()
     if rank == 0:
         for path in sorted(file.parent.glob("*_model_states.pt")):
             record_again(path)
     dist.barrier()
-    engine = base.build(stage, base.DELAYED, seed=1)
+    engine = base.build(3, base.DELAYED, seed=1)
     with pytest.raises(ConfigError, match="expected version 1, got 99"):
         engine.load_checkpoint(folder)
     training.destroy(engine)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_our_state_loads_weights_only_says_what_differs_and_refuses_other_versions(
-    ranks: Any, tmp_path: Path, stage: int
+def test_our_state_loads_weights_only_into_fewer_layers_too_and_refuses_other_versions(
+    ranks: Any, tmp_path: Path
 ) -> None:
-    ranks(2).run(our_state, str(tmp_path), stage)
+    ranks(2).run(our_state, str(tmp_path))
 
 
 def of_an_older_version(folder: str, stage: int) -> None:
@@ -240,22 +219,8 @@ def of_an_older_version(folder: str, stage: int) -> None:
             record_again(path)
     dist.barrier()
 
-    with training.log_lines() as said:
-        reader = base.build(stage, {"linear": {"recipe": "rowwise"}, "optimizer": {"states": "fp8"}}, seed=1)
-        reader.load_checkpoint(folder, tag="old")
-    gone = [line.partition("trained with ")[2] for line in said if "which is gone" in line]
-    assert [line.partition(", ")[0] for line in gone] == (
-        []
-        if rank
-        else [
-            'optimizer.master "fp32" beside FP8 states',
-            "zero.keep_bf16_shard true",
-            "schedule.fp32_states_from_step 100",
-            "schedule.bf16_below_lr 1e-05",
-            "guard.return_after 500",
-            'tensor_parallel.scales "shared"',
-        ]
-    )
+    reader = base.build(stage, {"linear": {"recipe": "rowwise"}, "optimizer": {"states": "fp8"}}, seed=1)
+    reader.load_checkpoint(folder, tag="old")
     scales = {name: scale_inv for name, (_, scale_inv) in training.fp8_state(reader).items()}
     for name, master in training.full_masters(reader).items():
         fmt, scale_inv = (E4M19, scales[name]) if name in scales else (BF16_8, None)
@@ -267,9 +232,7 @@ def of_an_older_version(folder: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_fp32_masters_of_an_older_version_are_rounded_once_and_its_settings_named(
-    ranks: Any, tmp_path: Path, stage: int
-) -> None:
+def test_fp32_masters_of_an_older_version_are_rounded_once(ranks: Any, tmp_path: Path, stage: int) -> None:
     ranks(2).run(of_an_older_version, str(tmp_path), stage)
 
 
@@ -323,12 +286,9 @@ def frozen(folder: str, stage: int, kind: str, exclude: bool) -> None:
 @pytest.mark.parametrize(
     ("stage", "kind", "exclude"),
     [
-        pytest.param(1, "fp8", False, marks=pytest.mark.slow),
         (2, "fp8", True),
         (3, "fp8", False),
-        pytest.param(3, "fp8", True, marks=pytest.mark.slow),
         (1, "bf16", False),
-        pytest.param(3, "bf16", True, marks=pytest.mark.slow),
     ],
 )
 def test_frozen_weights_resume_bit_for_bit_saved_or_excluded(
@@ -351,13 +311,13 @@ class Step(torch.nn.Module):
         return torch.nn.functional.gelu(self.linear(x))
 
 
-def pipeline_engine(num_stages: int, seed: int) -> Any:
+def pipeline_engine(seed: int) -> Any:
     import deepspeed
     from deepspeed.pipe import LayerSpec, PipelineModule
 
     torch.manual_seed(seed)
     layers = [LayerSpec(Step, 16, 72), LayerSpec(Step, 72, 32), LayerSpec(Step, 32, 48), LayerSpec(Step, 48, 16)]
-    net = PipelineModule(layers, num_stages=num_stages, loss_fn=torch.nn.functional.mse_loss, base_seed=seed)
+    net = PipelineModule(layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss, base_seed=seed)
     config = training.ds_config(1, {}, gradient_accumulation_steps=2)
     return deepspeed.initialize(model=net, config=config, model_parameters=list(net.parameters()))[0]
 
@@ -367,20 +327,20 @@ def pipeline_batches(step: int) -> Any:
     return iter([(torch.randn(4, 16, generator=generator).bfloat16(), torch.ones(4, 16).bfloat16()) for _ in range(2)])
 
 
-def pipeline(folder: str, num_stages: int) -> None:
+def pipeline(folder: str) -> None:
     from deepspeed.utils import groups
 
     before = dict(vars(groups))
     try:
-        resume_pipeline(folder, num_stages)
+        resume_pipeline(folder)
     finally:  # later engines on these ranks would take the pipeline's mpu for theirs
         vars(groups).update(before)
 
 
-def resume_pipeline(folder: str, num_stages: int) -> None:
+def resume_pipeline(folder: str) -> None:
     from fp8_ds.engine.engine import Fp8PipelineEngine
 
-    engine = pipeline_engine(num_stages, seed=0)
+    engine = pipeline_engine(seed=0)
     assert isinstance(engine, Fp8PipelineEngine)
     for step in range(2):
         engine.train_batch(pipeline_batches(step))
@@ -389,19 +349,16 @@ def resume_pipeline(folder: str, num_stages: int) -> None:
     losses = [float(engine.train_batch(pipeline_batches(step))) for step in (2, 3)]
     training.destroy(engine)
 
-    again = pipeline_engine(num_stages, seed=1)
+    again = pipeline_engine(seed=1)
     again.load_checkpoint(folder)
     base.assert_same(base.snapshot(again), before)
     assert [float(again.train_batch(pipeline_batches(step))) for step in (2, 3)] == losses
-    first_layer = 0 if num_stages == 1 else again.stage_id * 2
+    first_layer = again.stage_id * 2
     saved = torch.load(f"{folder}/global_step2/layer_{first_layer:02d}-model_states.pt", weights_only=True)
     name = next(name for name in before if name.startswith("master.") and name.endswith("weight"))
     assert torch.equal(saved["linear.weight"], before[name].bfloat16())
     training.destroy(again)
 
 
-@pytest.mark.parametrize("num_stages", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_pipeline_resumes_bit_for_bit_and_saves_bf16_of_the_masters(
-    ranks: Any, tmp_path: Path, num_stages: int
-) -> None:
-    ranks(2).run(pipeline, str(tmp_path), num_stages)
+def test_a_pipeline_resumes_bit_for_bit_and_saves_bf16_of_the_masters(ranks: Any, tmp_path: Path) -> None:
+    ranks(2).run(pipeline, str(tmp_path))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -73,14 +73,7 @@ def waits(folder: str, name: str, slow_rank: int) -> list[str]:
     return [line for line in said if "not done yet" in line]
 
 
-def slowly(*case: Any) -> Any:
-    return pytest.param(*case, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize(
-    ("name", "slow_rank"),
-    [slowly("record", 1), slowly("stage", 0), slowly("prepare", 0), ("damage", 0), slowly("damage", 1)],
-)
+@pytest.mark.parametrize(("name", "slow_rank"), [("damage", 0), pytest.param("record", 1, marks=pytest.mark.slow)])
 def test_ranks_wait_for_file_work_longer_than_the_time_out(
     impatient_ranks: RankPool, tmp_path: Path, name: str, slow_rank: int
 ) -> None:
@@ -88,29 +81,6 @@ def test_ranks_wait_for_file_work_longer_than_the_time_out(
     what = "load_checkpoint" if name == "damage" else "save_checkpoint"
     assert said and all(f"{what}: " in line and f"ranks [{slow_rank}] are not done yet" in line for line in said)
     assert by_other == []
-
-
-def fails_late(folder: str, name: str) -> str:
-    from fp8_ds.errors import CheckpointError
-
-    engine = base.build(2, {})
-    training.train(engine, 1)
-    engine.save_checkpoint(folder)
-    act: Callable[[str], Any] = engine.load_checkpoint if name == "damage" else engine.save_checkpoint
-    with slow(name, 1 if name == "record" else 0, fails=True), pytest.raises(CheckpointError) as caught:
-        act(folder)
-    training.destroy(engine)
-    return str(caught.value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["record", "stage", "damage"])
-def test_a_failure_after_the_time_out_is_an_error_on_all_ranks(
-    impatient_ranks: RankPool, tmp_path: Path, name: str
-) -> None:
-    messages = impatient_ranks.run(fails_late, str(tmp_path), name)
-    assert messages[0] == messages[1]
-    assert "OSError: [Errno 116] Stale file handle" in messages[0] and str(tmp_path) in messages[0]
 
 
 def dies_while_others_wait(folder: str) -> None:
@@ -156,18 +126,3 @@ def test_whatever_a_rank_raises_in_its_work_is_known_on_all(ranks: Any, kind: st
 
 
 # --- what is said ---
-
-
-def said_of_a_save(folder: str) -> list[str]:
-    engine = base.build(2, {})
-    training.train(engine, 1)
-    with training.log_lines() as said:
-        engine.save_checkpoint(folder, tag="mine")
-    training.destroy(engine)
-    return said
-
-
-def test_the_log_names_the_checkpoint_and_says_that_it_is_complete_when_it_is(ranks: Any, tmp_path: Path) -> None:
-    said, by_other = ranks(2).run(said_of_a_save, str(tmp_path))
-    assert f"fp8: checkpoint {tmp_path / 'mine'} is complete, and latest names it" in said[-1], said
-    assert not any("is complete" in line for line in by_other), by_other

@@ -150,10 +150,8 @@ def test_a_kill_at_any_operation_leaves_the_old_checkpoint_or_the_new_one(tmp_pa
 @pytest.mark.parametrize(
     ("tag", "killed"),
     [
-        pytest.param("one", 0, id="another-tag-first-host", marks=pytest.mark.slow),
         pytest.param("one", 1, id="another-tag-second-host"),
         pytest.param("two", 0, id="the-same-tag-first-host"),
-        pytest.param("two", 1, id="the-same-tag-second-host", marks=pytest.mark.slow),
     ],
 )
 def test_a_kill_at_any_operation_of_one_host_leaves_a_save_that_both_have(
@@ -418,25 +416,7 @@ def test_loads_do_not_wait_for_each_other_and_leave_nothing(tmp_path: Path) -> N
         lock.close()
 
 
-def test_a_file_system_without_locks_is_said_to_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(descriptor: int, kind: int) -> None:
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr(f.fcntl, "flock", refuse)
-    said: list[str] = []
-    f.take_lock(tmp_path, "", said.append).close()
-    assert len(said) == 1 and "cannot be locked (Operation not supported): let no other job save" in said[0]
-
-
 # --- what a disk does to files ---
-
-
-def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
-    manifest = write_files(tmp_path, 1)
-    f.write_manifest(tmp_path, manifest)
-    assert f.read_manifest(tmp_path) == manifest
-    assert manifest.files["mp_rank_00_model_states.pt"] == f.FileRecord(7001, manifest.files[FILES[0]].crc32, 0)
-    assert f.read_manifest(tmp_path / "sub") is None
 
 
 def test_checksums_are_crc32_over_all_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
