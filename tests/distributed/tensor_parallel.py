@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import training
 from support.inputs import many_scales
 from torch import Tensor, nn
 
@@ -17,6 +18,7 @@ from fp8_ds.config import LinearConfig, TensorParallelConfig
 from fp8_ds.nn.linear.fp8_linear import Fp8Linear
 from fp8_ds.nn.linear.recipe import Recipe
 from fp8_ds.nn.linear.recipes import RECIPES
+from fp8_ds.testing import assert_bitwise
 from fp8_ds.tp import ColumnParallelLinear, ParallelGroups, RowParallelLinear, TensorParallel
 
 GROUPS: dict[int, ParallelGroups] = {}
@@ -136,27 +138,52 @@ def run_row(module: Any, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
 RUN = {"column": (column_fp8, run_column), "row": (row_fp8, run_row)}
 
 
-# --- in the test process ---
+# --- in an engine ---
 
 
-def loss_curves(ranks: Any, trained: Callable[..., Any], num_steps: int) -> dict[str, Tensor]:
-    """Losses on the same batches, in bf16 and FP8, whole and cut.
+NUM_BATCHES = 2
+"""Micro-batches of a step, over all data-parallel ranks and accumulation steps."""
+
+
+def train(
+    engine: Any, tp_size: int, num_steps: int, first_step: int = 0, *, is_huggingface: bool = False
+) -> tuple[list[float], list[float]]:
+    """Return (losses, gradient norms) of the same global batches whatever the groups.
 
     Args:
-        trained: of test_tp_llama.py or test_autotp.py.
+        is_huggingface: the model takes `input_ids` and `labels`; else tokens, and it returns the loss.
     """
-    cases: dict[str, tuple[int, dict[str, Any] | None, int]] = {
-        "bf16": (2, None, 1),
-        "bf16 tp": (2, None, 2),
-        "fp8": (2, {}, 1),
-        "fp8 tp": (2, {}, 2),
-        "fp8 tp dp": (4, {}, 2),
-    }
-    return {
-        name: torch.tensor(ranks(world).run(trained, 2, block, tp_size, num_steps)[0]["losses"])
-        for name, (world, block, tp_size) in cases.items()
-    }
+    dp_size, dp_rank = dist.get_world_size() // tp_size, dist.get_rank() // tp_size
+    losses, norms = [], []
+    for step in range(first_step, first_step + num_steps):
+        total = torch.zeros(())
+        for batch in training.micro_batches(step, NUM_BATCHES)[dp_rank::dp_size]:
+            loss = engine(input_ids=batch, labels=batch).loss if is_huggingface else engine(batch)
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach().float()
+        dist.all_reduce(total)
+        losses.append(float(total) / (NUM_BATCHES * tp_size))
+        norms.append(float(engine.get_global_grad_norm()))
+    return losses, norms
 
 
-def distance(one: Tensor, other: Tensor) -> float:
-    return float((one - other).abs().mean())
+def resume(build: Callable[[int], Any], train: Callable[..., Any], destroy: Callable[[Any], None], path: str) -> None:
+    """Three steps, a checkpoint, two more; the same two of another engine that has loaded it.
+
+    Args:
+        build: makes an engine from a seed.
+    """
+    engine = build(0)
+    train(engine, 2, 3)
+    engine.save_checkpoint(path, tag="third")
+    expected = train(engine, 2, 2, first_step=3)
+    masters, weights = training.full_masters(engine), training.fp8_state(engine)
+    destroy(engine)
+    engine = build(5)
+    assert engine.load_checkpoint(path, tag="third")[0] is not None
+    assert train(engine, 2, 2, first_step=3) == expected
+    for name, master in training.full_masters(engine).items():
+        assert_bitwise(master, masters[name])
+    training.assert_fp8_equals(training.fp8_state(engine), weights)
+    destroy(engine)

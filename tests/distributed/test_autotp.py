@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ def test_a_gathered_output_moves_one_byte_an_element_and_a_scale_a_token(ranks: 
 
 
 def other_classes() -> list[str]:
-    """The plan and the class of a layer with a forward of its own; what one says that DeepCompile has muted."""
+    """The plan and the class of a layer with a forward of its own; one that DeepCompile has muted is refused."""
     from fp8_ds.tp.autotp import autotp_linears
 
     layers = ds_layers()
@@ -164,19 +165,15 @@ def other_classes() -> list[str]:
     plan = make_plan(model, LinearConfig(), foreign=kinds)
     apply_plan(model, plan, LinearConfig(), "cpu", kinds)
     model[1].defer_collectives_to_compiler = True
-    try:
+    with pytest.raises(UnsupportedError, match=r"compile\.passes"):
         model[1](torch.zeros(1, 1, 32))
-        said = ""
-    except UnsupportedError as error:
-        said = str(error)
     reset()
-    return [plan.describe(), type(model[0]).__name__, said]
+    return [plan.describe(), type(model[0]).__name__]
 
 
 def test_a_layer_with_a_forward_of_its_own_stays_bf16_and_is_named(ranks: Any) -> None:
-    plan, name, said = ranks(2).run(other_classes)[0]
-    assert "0 (a OwnForward, not exactly nn.Linear)" in plan and name == "OwnForward"
-    assert said.startswith('compile.passes: expected no "autotp"')
+    plan, name = ranks(2).run(other_classes)[0]
+    assert "0 (a OwnForward" in plan and name == "OwnForward"
 
 
 # --- in DeepSpeed's engine ---
@@ -262,7 +259,9 @@ def autotp_engine(
     if factor := options.pop("louder", None):
         with torch.no_grad():
             net.model.layers[0].self_attn.q_proj.weight[WIDTH // 2 :] *= factor
-    config = training.ds_config(stage, fp8, gradient_accumulation_steps=NUM_BATCHES * tp_size // dist.get_world_size())
+    config = training.ds_config(
+        stage, fp8, gradient_accumulation_steps=tpar.NUM_BATCHES * tp_size // dist.get_world_size()
+    )
     if options.pop("load_universal", False):
         config["checkpoint"] = {"load_universal": True}
     if options.pop("by_call", False):
@@ -277,25 +276,7 @@ def destroy(engine: Any) -> None:
     reset()
 
 
-NUM_BATCHES = 2
-"""Micro-batches of a step, over all data-parallel ranks and accumulation steps."""
-
-
-def train(engine: Any, tp_size: int, num_steps: int, first_step: int = 0) -> tuple[list[float], list[float]]:
-    """(losses, gradient norms) of the same global batches whatever the groups."""
-    dp_size, dp_rank = dist.get_world_size() // tp_size, dist.get_rank() // tp_size
-    losses, norms = [], []
-    for step in range(first_step, first_step + num_steps):
-        total = torch.zeros(())
-        for batch in training.micro_batches(step, NUM_BATCHES)[dp_rank::dp_size]:
-            loss = engine(input_ids=batch, labels=batch).loss
-            engine.backward(loss)
-            engine.step()
-            total += loss.detach().float()
-        dist.all_reduce(total)
-        losses.append(float(total) / (NUM_BATCHES * tp_size))
-        norms.append(float(engine.get_global_grad_norm()))
-    return losses, norms
+train = partial(tpar.train, is_huggingface=True)
 
 
 def trained(
@@ -305,7 +286,7 @@ def trained(
     losses, norms = train(engine, tp_size, num_steps)
     kinds = sorted({type(module).__name__ for module in engine.module.modules() if "Linear" in type(module).__name__})
     report = engine.fp8_report() if fp8 is not None else {}
-    if fp8 is not None and engine.fp8.granularity is TENSOR:
+    if fp8 is not None and engine.fp8.granularity is TENSOR and "optimizer" not in fp8:  # whose scales are predicted
         training.assert_fp8_follows_masters(training.fp8_state(engine), training.full_masters(engine))
     destroy(engine)
     return {"losses": losses, "norms": norms, "kinds": kinds, "report": report}
@@ -364,38 +345,9 @@ def default_run(ranks: Any) -> dict[str, Any]:
     ids=["rowwise-fused-head", "delayed", "blockwise", "fp8 states"],
 )
 def test_every_way_to_quantise_trains(ranks: Any, default_run: Any, block: dict[str, Any]) -> None:
-    run = train_split if "optimizer" in block else trained
-    other = ranks(2).run(run, 2, block, 2, 4)[0]
+    other = ranks(2).run(trained, 2, block, 2, 4)[0]
     assert other["losses"] == pytest.approx(default_run["losses"], abs=0.02)
     assert other["norms"] == pytest.approx(default_run["norms"], rel=0.08)
-
-
-def train_split(stage: int, fp8: dict[str, Any], tp_size: int, num_steps: int) -> dict[str, Any]:
-    """As `trained`; scales of split masters are predicted."""
-    engine = autotp_engine(stage, fp8, tp_size)
-    losses, norms = train(engine, tp_size, num_steps)
-    destroy(engine)
-    return {"losses": losses, "norms": norms}
-
-
-NUM_STEPS = 30
-
-
-@pytest.fixture(scope="module")
-def curves(ranks: Any) -> dict[str, Tensor]:
-    """Losses of 30 steps on the same batches."""
-    return tpar.loss_curves(ranks, trained, NUM_STEPS)
-
-
-@pytest.mark.slow
-def test_autotp_takes_fp8_no_further_from_bf16_than_bf16_is_from_itself(curves: dict[str, Tensor]) -> None:
-    """As test_tp_llama.py's: FP8's distance from bf16 may grow by what bf16 loses to another order of its sums."""
-    own = float((curves["bf16"] - curves["bf16 tp"]).abs().max())
-    assert 0 < own < 0.02
-    on_one = tpar.distance(curves["fp8"], curves["bf16"])
-    for name in ("fp8 tp", "fp8 tp dp"):
-        assert tpar.distance(curves[name], curves["bf16 tp"]) < on_one + own, (name, own, on_one)
-        assert abs(float((curves[name] - curves["bf16 tp"])[-10:].mean())) < 0.02
 
 
 def first_bytes(louder: float | None) -> dict[str, tuple[Tensor, Tensor]]:
@@ -416,26 +368,12 @@ def test_a_shard_a_thousand_times_larger_changes_no_byte_of_the_others(ranks: An
 
 
 def resume(stage: int, block: dict[str, Any], directory: str) -> None:
-    """Three steps, a checkpoint, two more; the same two of another engine that has loaded it."""
-    engine = autotp_engine(stage, block)
-    train(engine, 2, 3)
-    engine.save_checkpoint(directory, tag="third")
-    expected = train(engine, 2, 2, first_step=3)
-    masters, weights = training.full_masters(engine), training.fp8_state(engine)
-    destroy(engine)
-    engine = autotp_engine(stage, block, seed=5)
-    path, _ = engine.load_checkpoint(directory, tag="third")
-    assert path is not None
-    assert train(engine, 2, 2, first_step=3) == expected
-    for name, master in training.full_masters(engine).items():
-        assert_bitwise(master, masters[name])
-    training.assert_fp8_equals(training.fp8_state(engine), weights)
-    destroy(engine)
+    tpar.resume(lambda seed: autotp_engine(stage, block, seed=seed), train, destroy, directory)
 
 
 @pytest.mark.parametrize(
     ("world_size", "stage", "states"),
-    [pytest.param(2, 2, "fp32", marks=pytest.mark.slow), (4, 1, "fp32"), (4, 2, "fp8")],
+    [(4, 1, "fp32"), (4, 2, "fp8")],
 )
 def test_a_checkpoint_resumes_to_the_bit(ranks: Any, tmp_path: Path, world_size: int, stage: int, states: str) -> None:
     ranks(world_size).run(resume, stage, {"optimizer": {"states": states}}, str(tmp_path))

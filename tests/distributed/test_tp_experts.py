@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 import training
 from test_experts import MoeLM
-from test_tp_llama import destroy, engine_config, message, to_fp8, whole
+from test_tp_llama import destroy, engine_config, to_fp8, whole
 
 from fp8_ds.testing import sqnr_db
-from fp8_ds.tp import LLAMA, TensorParallelPlan, parallelize
+from fp8_ds.tp import LLAMA, parallelize
 
 pytestmark = pytest.mark.distributed
 pytest.importorskip("transformers.integrations.moe")
@@ -26,40 +26,11 @@ MIXTRAL = replace(
     blocks=("*layers.*.self_attn",),
     in_shards=(*LLAMA.in_shards, "*layers.*.mlp"),
 )
-PLANS: dict[str, TensorParallelPlan] = {
-    "llama's": LLAMA,
-    "experts cut by columns": replace(MIXTRAL, column=("*layers.*.mlp.experts",)),
-    "a parameter": replace(MIXTRAL, column=("*layers.*.mlp.experts.gate_up_proj",)),
-    "a mixture as a block": replace(MIXTRAL, blocks=("*layers.*.self_attn", "*layers.*.mlp")),
-    "no word of them": replace(MIXTRAL, in_shards=LLAMA.in_shards),
-}
 
 
 def model() -> MoeLM:
     torch.manual_seed(0)
     return MoeLM("mixtral", False)
-
-
-def refused(case: str) -> str:
-    return message(parallelize, model(), PLANS[case], tpar.groups(2).tp_group)
-
-
-@pytest.mark.parametrize(
-    ("case", "expected"),
-    [
-        ("llama's", "expected a module named '*layers.*.mlp.gate_proj', got none in MoeLM"),
-        ("experts cut by columns", "layers.0.mlp.experts: experts, which stay whole: name the module around them in"),
-        ("a parameter", "expected a module named '*layers.*.mlp.experts.gate_up_proj', got none"),
-        (
-            "a mixture as a block",
-            "inside its blocks to be sharded or named in `in_heads`, got lm.model.layers.0.mlp",
-        ),
-        ("no word of them", "beside its blocks to be sharded or named in `in_shards`, got lm.model.layers.0.mlp.gate"),
-    ],
-)
-def test_plans_that_would_cut_experts_or_forget_them_are_errors(ranks: Any, case: str, expected: str) -> None:
-    for found in ranks(2).run(refused, case):
-        assert found.startswith("ConfigError: ") and expected in found, found
 
 
 def gradients(sequence_parallel: bool, fp8: bool) -> dict[str, float]:

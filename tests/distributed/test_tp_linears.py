@@ -65,8 +65,7 @@ def fast_products(name: str, value: str) -> dict[str, dict[tuple[int, int], set[
     return found
 
 
-@pytest.mark.parametrize("value", ["none", "output", "output_and_grad_input", "all"])
-@pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize(("name", "value"), [("tensorwise", "output"), ("rowwise", "output_and_grad_input")])
 def test_parallel_layers_accumulate_fast_where_the_configuration_says_so(ranks: Any, name: str, value: str) -> None:
     fast = LinearConfig(fast_accumulation=value).fast_gemms
     found = ranks(2).run(fast_products, name, value)[0]
@@ -119,9 +118,8 @@ def local_results(family: str) -> dict[tuple[str, str, bool], dict[str, Any]]:
 ALLOWED_LOSS = {("row", "rowwise"): 1.5}
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_local_scales_are_as_close_to_the_exact_product_as_one_device(ranks: Any, world_size: int) -> None:
-    for case, found in ranks(world_size).run(local_results, "normal")[0].items():
+def test_local_scales_are_as_close_to_the_exact_product_as_one_device(ranks: Any) -> None:
+    for case, found in ranks(2).run(local_results, "normal")[0].items():
         for key in ("output", "grad_input", "grad_weight"):
             parts, whole, _ = found[key]
             assert parts > whole - ALLOWED_LOSS.get(case[:2], 0.3), (case, key, parts, whole)
@@ -133,9 +131,8 @@ def test_local_scales_are_as_close_to_the_exact_product_as_one_device(ranks: Any
 FLOOR = {"output": 26.0, "grad_input": 23.0, "grad_weight": 22.0, "grad_bias": 45.0}
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_local_scales_hold_their_floor_where_ranges_differ_by_token_and_channel(ranks: Any, world_size: int) -> None:
-    for case, found in ranks(world_size).run(local_results, "many scales")[0].items():
+def test_local_scales_hold_their_floor_where_ranges_differ_by_token_and_channel(ranks: Any) -> None:
+    for case, found in ranks(4).run(local_results, "many scales")[0].items():
         for key, floor in FLOOR.items():
             assert found[key][0] > floor, (case, key, found[key])
 
@@ -173,36 +170,24 @@ def outputs_beside_a_large_shard(name: str) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_shard_a_thousand_times_larger_costs_the_others_no_bit(ranks: Any, name: str) -> None:
-    ranks(4).run(outputs_beside_a_large_shard, name)
+    ranks(2).run(outputs_beside_a_large_shard, name)
 
 
-def bad_shards(name: str) -> dict[str, list[bool]]:
-    """Which rows of the output are finite, and whether grad_weight is, with one rank's x all zeros, or with a NaN."""
+def zero_shard(name: str) -> None:
+    """One rank's x is all zeros."""
     tp = tpar.context()
     x, grad = operands(torch.bfloat16)
-    layer = tpar.linear(OUT, IN, torch.bfloat16, bias=False)
-    found = {}
-    for case, value in (("zeros", 0.0), ("nan", float("nan")), ("infinity", float("inf"))):
-        own = tpar.own_rows(tp, x)
-        if tp.rank == 1:
-            own[3 if value else slice(None)] = value
-        column = tpar.column_fp8(layer, tp, name, **grads_of(name))
-        result = tpar.run_linear(column, own, tpar.own_cols(tp, grad))
-        per_rank = [bool(rows.isfinite().all()) for rows in result["output"].chunk(tp.size)]
-        found[case] = [*per_rank, bool(result["grad_weight"].isfinite().all())]
-        if case == "zeros":
-            full = x.clone()
-            full.chunk(tp.size)[1].zero_()
-            exact = tpar.own_cols(tp, grad).double().t() @ full.double()
-            assert sqnr_db(exact, result["grad_weight"]) > 22, name
-    return found
+    x.chunk(tp.size)[1].zero_()
+    column = tpar.column_fp8(tpar.linear(OUT, IN, torch.bfloat16, bias=False), tp, name, **grads_of(name))
+    result = tpar.run_linear(column, tpar.own_rows(tp, x), tpar.own_cols(tp, grad))
+    assert result["output"].isfinite().all()
+    exact = tpar.own_cols(tp, grad).double().t() @ x.double()
+    assert sqnr_db(exact, result["grad_weight"]) > 22, name
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_shard_of_zeros_hurts_nobody_and_one_that_is_not_finite_is_seen_by_all(ranks: Any, name: str) -> None:
-    for found in ranks(2).run(bad_shards, name):
-        assert found["zeros"] == [True, True, True]
-        assert found["nan"] == found["infinity"] == [True, False, False]
+def test_a_shard_of_zeros_hurts_nobody(ranks: Any, name: str) -> None:
+    ranks(2).run(zero_shard, name)
 
 
 WAYS: list[dict[str, Any]] = [{}, {"gather": "bf16"}]
@@ -232,8 +217,8 @@ def test_what_is_not_finite_is_seen_whatever_travels_how(ranks: Any, name: str, 
         assert all(seen for *_, seen in found), [row for row in found if not row[-1]]
 
 
-def of_another_width(sequence_parallel: bool) -> list[str]:
-    tp = tpar.context(sequence_parallel)
+def of_another_width() -> list[str]:
+    tp = tpar.context()
     layer = tpar.linear(OUT, IN, torch.bfloat16)
     found = []
     for kind in KINDS:
@@ -244,35 +229,25 @@ def of_another_width(sequence_parallel: bool) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_an_input_of_another_width_is_named(ranks: Any, sequence_parallel: bool) -> None:
-    got = f"got [{T}, {IN + 16}]."
-    for found in ranks(2).run(of_another_width, sequence_parallel):
-        assert found == [f"input: expected [..., {IN}], {got}", f"input: expected [..., {IN // 2}], {got}"]
+def test_an_input_of_another_width_is_named(ranks: Any) -> None:
+    for found in ranks(2).run(of_another_width):
+        assert [message.partition(":")[0] for message in found] == ["input", "input"]
 
 
-def of_another_dtype(sequence_parallel: bool) -> list[str]:
-    tp = tpar.context(sequence_parallel)
+def of_another_dtype() -> None:
+    tp = tpar.context()
     layer = tpar.linear(OUT, IN, torch.bfloat16)
-    found = []
     for kind in KINDS:
         module = tpar.RUN[kind][0](layer, tp, "tensorwise")
         x = torch.ones(T, IN if kind == "column" else IN // 2)
-        try:
+        with pytest.raises(RuntimeError, match=r"expected torch\.bfloat16"):
             module(x)
-        except RuntimeError as error:
-            found.append(str(error))
         with torch.autocast("cpu", torch.bfloat16):
             assert module(x).dtype == torch.bfloat16
-    return found
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_a_float32_input_is_refused_and_cast_by_autocast(ranks: Any, sequence_parallel: bool) -> None:
-    for found in ranks(2).run(of_another_dtype, sequence_parallel):
-        assert len(found) == 2 and all(
-            "expected torch.bfloat16, the weight's dtype, got torch.float32" in one for one in found
-        )
+def test_a_float32_input_is_refused_and_cast_by_autocast(ranks: Any) -> None:
+    ranks(2).run(of_another_dtype)
 
 
 # --- bytes and collectives ---
@@ -298,8 +273,7 @@ SCALE_BYTES = {"tensorwise": lambda tokens, cols, world: 4 * world, "rowwise": l
                "blockwise": lambda tokens, cols, world: 4 * tokens * cols // 128}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize(("world_size", "name"), [(2, "tensorwise"), (2, "blockwise"), (4, "rowwise")])
 def test_a_gather_is_one_collective_of_a_byte_an_element_and_the_scales(ranks: Any, world_size: int, name: str) -> None:
     for kind, gathers, reduces, cols in (("column", "forward", "backward", IN), ("row", "backward", "forward", OUT)):
         for found in ranks(world_size).run(traffic, kind, name):

@@ -25,8 +25,11 @@ T, IN, OUT = 128, 256, 512
 MAKE = {"column": tpar.column_fp8, "row": tpar.row_fp8}
 CASES = [
     pytest.param(kind, name, sequence_parallel, id=f"{kind} {name} sp={sequence_parallel}")
-    for kind, sequence_parallel in (("column", True), ("row", True), ("row", False))
-    for name in ("tensorwise", "rowwise", "blockwise")
+    for kind, sequence_parallel, name in (
+        ("column", True, "tensorwise"),
+        ("row", True, "rowwise"),
+        ("row", False, "blockwise"),
+    )
 ]
 
 

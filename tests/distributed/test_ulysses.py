@@ -92,9 +92,8 @@ def round_trip() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_every_head_arrives_with_all_tokens_and_gradients_find_their_way_back(ranks: Any, world_size: int) -> None:
-    for found in ranks(world_size).run(round_trip):
+def test_every_head_arrives_with_all_tokens_and_gradients_find_their_way_back(ranks: Any) -> None:
+    for found in ranks(4).run(round_trip):
         assert min(found["0 there"], found["1 there"]) > 30, found  # E4M3, a power of two for each head of a token
         assert min(found["0 back"], found["1 back"]) > 24, found
 
@@ -113,16 +112,14 @@ def beside_stock(gather_dim: int, grads: str) -> dict[str, Any]:
     return {"sqnr": [sqnr_db(a, b) for a, b in zip(expected, own, strict=True)], "talk": talk, "talk_fp8": talk_fp8}
 
 
-@pytest.mark.parametrize(
-    ("world_size", "gather_dim", "grads"), [(2, 0, "bf16"), (2, 1, "e4m3"), (4, 1, "bf16"), (4, 0, "e5m2")]
-)
+@pytest.mark.parametrize(("world_size", "gather_dim", "grads"), [(2, 1, "bf16"), (2, 0, "e5m2")])
 def test_attention_differs_from_stock_by_one_rounding_and_sends_half_the_bytes(
     ranks: Any, world_size: int, gather_dim: int, grads: str
 ) -> None:
     rows = TOKENS * BATCH * (HEADS + 2 * KV_HEADS)
     output = 2 * TOKENS * BATCH * HEADS * SIZE
     for found in ranks(world_size).run(beside_stock, gather_dim, grads):
-        assert found["sqnr"][0] > 26 and min(found["sqnr"]) > {"bf16": 22, "e4m3": 22, "e5m2": 20}[grads], found["sqnr"]
+        assert found["sqnr"][0] > 26 and min(found["sqnr"]) > {"bf16": 22, "e5m2": 20}[grads], found["sqnr"]
         (forward, backward), (forward_fp8, backward_fp8) = found["talk"], found["talk_fp8"]
         assert forward[0] == backward[0] == {"all_to_all": 4}
         assert forward_fp8[0] == backward_fp8[0] == {"all_to_all": 2}
