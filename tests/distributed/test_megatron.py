@@ -28,7 +28,6 @@ Ranks = Callable[[int], RankPool]
 LAYOUTS = {
     "dp2": Layout(),
     "dp2_distributed_optimizer": Layout(distributed_optimizer=True),
-    "dp2_distributed_optimizer_bf16_overlap": Layout(distributed_optimizer=True, overlap=True, bf16=True),
     "tp2": Layout(tp=2),
     "tp2_sp": Layout(tp=2, sp=True),
     "tp2_sp_bf16_distributed_optimizer": Layout(tp=2, sp=True, bf16=True, distributed_optimizer=True),
@@ -100,10 +99,9 @@ def stock_losses(ranks: Ranks) -> Callable[[Layout], list[float]]:
 
 
 EACH_LAYOUT = ("dp2_distributed_optimizer", "tp2", "tp2_sp_bf16_distributed_optimizer", "pp2")
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name not in EACH_LAYOUT]
 
 
-@pytest.mark.parametrize("name", [*EACH_LAYOUT, *SLOW])
+@pytest.mark.parametrize("name", EACH_LAYOUT)
 def test_losses_follow_megatrons_own_layers(ranks: Ranks, stock_losses: Any, name: str) -> None:
     layout = LAYOUTS[name]
     fp8 = ranks(2).run(mt.train, layout, lr=1e-3)[-1]["losses"]
@@ -117,9 +115,6 @@ def test_losses_follow_megatrons_own_layers(ranks: Ranks, stock_losses: Any, nam
     ("name", "recipe"),
     [
         ("dp2", "tensorwise"),
-        pytest.param("dp2", "blockwise", marks=pytest.mark.slow),
-        pytest.param("tp2", "tensorwise", marks=pytest.mark.slow),
-        pytest.param("tp2", "rowwise_with_gw_hp", marks=pytest.mark.slow),
         ("tp2_sp", "tensorwise"),
         ("tp2_sp", "rowwise"),
         ("tp2_sp", "blockwise"),
@@ -204,8 +199,7 @@ def _dp_cp_group() -> Any:
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
-@pytest.mark.parametrize("attention", [None, "reference"])
-@pytest.mark.parametrize("name", ["dp2", "tp2_sp", "pp2"])
+@pytest.mark.parametrize(("name", "attention"), [("dp2", "reference"), ("tp2_sp", None), ("pp2", "reference")])
 def test_checkpoints_are_those_of_the_stock_spec(ranks: Ranks, name: str, attention: str | None) -> None:
     ranks(2).run(state_dicts, dataclasses.replace(LAYOUTS[name], attention=attention))
 
@@ -216,7 +210,6 @@ def test_checkpoints_are_those_of_the_stock_spec(ranks: Ranks, name: str, attent
         ("dp2", "reference"),
         ("tp2_sp", "reference"),
         ("tp2_sp", "fa3_fp8_emulated"),
-        pytest.param("dp2", "fa3_fp8_emulated", marks=pytest.mark.slow),
     ],
 )
 def test_attention_in_the_slot_gives_megatrons_gradients(
@@ -239,9 +232,7 @@ def moe_gradients(layout: Layout) -> dict[str, Any]:
     return gradients(layout)
 
 
-@pytest.mark.parametrize(
-    "parallel", [{}, pytest.param({"ep": 2}, marks=pytest.mark.slow), {"tp": 2, "sp": True, "ep": 2}]
-)
+@pytest.mark.parametrize("parallel", [{}, {"tp": 2, "sp": True, "ep": 2}])
 def test_experts_are_in_fp8(ranks: Ranks, parallel: dict[str, Any]) -> None:
     # The other dispatcher reads its splits from tensors that it expects on a GPU.
     moe = {
@@ -321,7 +312,6 @@ def health(layout: Layout, evaluates: bool = False) -> dict[str, Any]:
             if evaluates:
                 training.evaluate(iter(torch.zeros(mt.NUM_MICRO, mt.MICRO_BATCH, mt.LENGTH + 1, dtype=torch.long)))
         line, scalars = watched.report()
-        description = watched.describe()
         module = training.module
         weights = {name: float(p.detach().abs().max()) for name, p in module.named_parameters() if "linear_" in name}
         recipes = {type(one.fp8_recipe).__name__ for one in module.modules() if hasattr(one, "fp8_recipe")}
@@ -330,16 +320,13 @@ def health(layout: Layout, evaluates: bool = False) -> dict[str, Any]:
             "scalars": scalars,
             "weights": weights,
             "recipes": recipes,
-            "description": description,
         }
 
 
-@pytest.mark.parametrize("name", [pytest.param("dp2", marks=pytest.mark.slow), "tp2_sp", "pp2"])
+@pytest.mark.parametrize("name", ["tp2_sp", "pp2"])
 def test_health_is_of_all_ranks_and_stages(ranks: Ranks, name: str) -> None:
     first, second = ranks(2).run(health, LAYOUTS[name])
     assert first["line"] == second["line"] and first["scalars"] == second["scalars"]
-    expected = f"linears: {mt.NUM_LAYERS * len(PARTS)} x fp8_ds tensorwise | attention: Megatron's own"
-    assert first["description"] == second["description"] == expected
     scalars = first["scalars"]
     places = [f"layers.{n}.{part}" for n in range(1, mt.NUM_LAYERS + 1) for part in PARTS]
     for kind in ("input", "weight", "grad_output"):
@@ -354,7 +341,6 @@ def test_health_is_of_all_ranks_and_stages(ranks: Ranks, name: str) -> None:
             *_, number, module, linear, _ = parameter.split(".")
             number = str(int(number) + 1 + offset * rank)
             assert scalars[f"fp8-amax/weight/layers.{number}.{module}.{linear}"] >= amax * 0.999, parameter
-    assert "sampled in iteration 2" in first["line"]
     assert first["recipes"] == {"TensorwiseRecipe"}  # nothing is left behind
     tokens = mt.LENGTH * mt.MICRO_BATCH * mt.NUM_MICRO
     payload = {"tp2_sp": 4 * mt.NUM_LAYERS * tokens * mt.WIDTH}.get(name, 0)
@@ -371,7 +357,6 @@ def test_health_says_what_the_distributed_optimizer_gathers(ranks: Ranks) -> Non
     num_bytes = first["scalars"]["fp8/weights-gathered-bytes"]
     weights = 4 * (mt.NUM_LAYERS * (mt.WIDTH * (128 + 64 + 256) + 128 * mt.WIDTH) + 2 * mt.WIDTH * mt.VOCABULARY)
     assert weights < num_bytes < 1.1 * weights and first["scalars"]["fp8/weights-gathered-fp8-bytes"] == 0
-    assert f"| weights gathered per rank: {num_bytes / 2**20:.3f} MiB, 0.000 of it FP8 |" in first["line"]
 
 
 def test_health_is_not_of_evaluation(ranks: Ranks) -> None:

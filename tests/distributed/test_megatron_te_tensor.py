@@ -16,7 +16,6 @@ import test_megatron_optimizer_fp8 as stand_in
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 import transformer_engine_python as te
-from support.ranks import RankError
 
 pytestmark = [
     pytest.mark.distributed,
@@ -95,16 +94,3 @@ def test_dropped_transposes_stay_dropped(ranks: Any) -> None:
     for one, other in zip(dropped, kept, strict=True):
         assert one["checked"] == other["checked"] and one["losses"] == other["losses"]
         base.assert_same(one["bytes"], other["bytes"])
-
-
-def train_without_gathers() -> None:
-    from megatron.core.distributed import param_and_grad_buffer
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(param_and_grad_buffer, "dist_all_gather_func", lambda *args, **kwargs: None)
-        train(WHOLE, "e4m19")
-
-
-def test_the_checks_see_a_weight_that_was_not_gathered(ranks: Any) -> None:
-    with pytest.raises(RankError, match="bytes: data parallel ranks differ"):
-        ranks(2).run(train_without_gathers)

@@ -25,13 +25,9 @@ pytestmark = pytest.mark.distributed
 Ranks = Callable[[int], RankPool]
 NUM_STEPS = 4
 LAYOUTS = {
-    "dp2": Layout(),
     "dp2_distributed_optimizer_bf16_overlap": Layout(distributed_optimizer=True, overlap=True, bf16=True),
     "tp2_sp_bf16": Layout(tp=2, sp=True, bf16=True),
     "pp2": Layout(pp=2),
-    "recomputed": Layout(
-        config={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    ),
 }
 
 
@@ -66,9 +62,7 @@ def casts(layout: Layout, always: bool) -> dict[str, Any]:
     return {"casts": count[0], "losses": trained["losses"], "norms": trained["norms"]}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ("dp2", "recomputed") else name for name in LAYOUTS]
-)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_a_step_casts_each_weight_once_and_gives_the_bits_of_a_cast_at_every_read(ranks: Ranks, name: str) -> None:
     layout = LAYOUTS[name]
     kept, always = (ranks(2).run(casts, layout, flag) for flag in (False, True))

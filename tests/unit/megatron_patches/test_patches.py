@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,13 +99,6 @@ def test_rows_of_other_versions_are_left_out(host: ModuleType) -> None:
     assert not hasattr(host, "absent")
 
 
-def test_rows_say_what_was_tried_first() -> None:
-    for row in patches.PATCHES:
-        assert row.why and (row.kind == "rely") == (not row.tried_first), row.path
-    paths = [row.path for row in patches.PATCHES]
-    assert len(paths) == len(set(paths))
-
-
 def test_the_installed_megatron_has_every_row_of_core() -> None:
     patches.check("core")
 
@@ -125,19 +116,3 @@ def test_versions(tmp_path: Path) -> None:
     info.write_text("MAJOR = 0\nMINOR = 17\nPATCH = 0\nPRE_RELEASE = 'rc1'\n")
     with pytest.warns(UserWarning, match=r"tested with Megatron 0\.16\.1, .* this is 0\.17\.0rc1"):
         compat.version_of_clone(tmp_path)
-
-
-def test_a_megatron_without_training_code_is_listed_as_far_as_it_goes(tmp_path: Path) -> None:
-    """Wheels to 0.16 are megatron.core alone: that is no symbol that is missing, and another version does not help."""
-
-    def run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
-        root = Path(str(patches.__file__)).parents[1]
-        found = {key: value for key, value in os.environ.items() if key != "MEGATRON_LM_PATH"} | env
-        command = [sys.executable, "-m", "megatron_patches.patches", *words]
-        return subprocess.run(command, cwd=root, env=found, capture_output=True, text=True, timeout=120, check=False)
-
-    listed = run()
-    assert listed.returncode == 0 and "megatron.training." not in listed.stdout
-    assert listed.stdout.count("\nrely  ") > 40 and f"Megatron {compat.version()} at " in listed.stdout
-    for refused in (run(str(tmp_path)), run(MEGATRON_LM_PATH=str(tmp_path))):
-        assert refused.returncode == 1 and f"{tmp_path}: expected a clone of Megatron-LM" in refused.stderr
