@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import training
+from support.ranks import on_ranks
 from torch import Tensor
 
 pytestmark = pytest.mark.distributed
@@ -123,7 +124,9 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
 # --- exchange with stock DeepSpeed ---
 
 
-def exchange(folder: str, stage: int) -> None:
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2)
+def test_checkpoints_go_from_stock_to_fp8_and_back(folder: str, stage: int) -> None:
     for source, target in ((None, {}), ({}, None)):
         here = f"{folder}/{'stock' if source is None else 'fp8'}"
         writer = build(stage, source)
@@ -144,11 +147,6 @@ def exchange(folder: str, stage: int) -> None:
             assert_bytes_follow_masters(reader)
         assert training.train(reader, 3, first_step=3)[-1] < losses[-1]
         training.destroy(reader)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_checkpoints_go_from_stock_to_fp8_and_back(ranks: Any, tmp_path: Path, stage: int) -> None:
-    ranks(2).run(exchange, str(tmp_path), stage)
 
 
 # --- what is written and handed out ---
@@ -192,7 +190,9 @@ def test_every_collective_export_is_bf16_of_the_masters(ranks: Any, tmp_path: Pa
     assert any(not torch.equal(plain[name], bf16[name]) for name in dequantized)
 
 
-def safetensors(folder: str, stage: int) -> dict[str, Tensor]:
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2)
+def test_safetensors_take_a_state_dict_without_shared_storages_or_placeholders(folder: str, stage: int) -> None:
     from safetensors.torch import load_file, save_file
 
     engine = build(stage, {})
@@ -214,12 +214,3 @@ def safetensors(folder: str, stage: int) -> dict[str, Tensor]:
         assert_same(loaded, dict(state))
         assert all(bool(torch.isfinite(value).all()) for value in loaded.values())
     training.destroy(engine)
-    return {}
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_safetensors_take_a_state_dict_without_shared_storages_or_placeholders(
-    ranks: Any, tmp_path: Path, stage: int
-) -> None:
-    pytest.importorskip("safetensors")
-    ranks(2).run(safetensors, str(tmp_path), stage)

@@ -9,6 +9,7 @@ import pytest
 import test_checkpoint as base
 import torch
 import training
+from support.ranks import on_ranks
 from torch import Tensor
 
 pytestmark = pytest.mark.distributed
@@ -57,8 +58,10 @@ def test_partial_loads_leave_the_masters_that_stock_leaves(
         assert our_loss == pytest.approx(stock_loss, rel=0.02)
 
 
-def loaded_through_the_engine(fp8: dict[str, Any]) -> None:
-    engine = training.build(training.ds_config(2, fp8))
+@pytest.mark.parametrize("states", ["fp32", "fp8"])
+@on_ranks(2)
+def test_a_module_loaded_through_the_engine_is_loaded_as_a_whole(states: str) -> None:
+    engine = training.build(training.ds_config(2, {"optimizer": {"states": states}}))
     training.train(engine, 1)
     own = training.full_masters(engine)
     torch.manual_seed(7)
@@ -73,16 +76,12 @@ def loaded_through_the_engine(fp8: dict[str, Any]) -> None:
     training.destroy(engine)
 
 
-@pytest.mark.parametrize("states", ["fp32", "fp8"])
-def test_a_module_loaded_through_the_engine_is_loaded_as_a_whole(ranks: Any, states: str) -> None:
-    ranks(2).run(loaded_through_the_engine, {"optimizer": {"states": states}})
-
-
 # --- our state ---
 
 
-def losses_without_histories(folder: str) -> list[list[float]]:
-    """After a checkpoint that has no amax histories: of an engine that is new, and of one that has some of its own."""
+@on_ranks(2)
+def test_histories_that_a_checkpoint_does_not_have_start_anew(folder: str) -> None:
+    """In an engine that is new, and in one that has some of its own."""
     writer = base.build(2, None)
     training.train(writer, 2)
     writer.save_checkpoint(folder)
@@ -94,48 +93,34 @@ def losses_without_histories(folder: str) -> list[list[float]]:
         reader.load_checkpoint(folder)
         losses.append(training.train(reader, 2, first_step=2))
         training.destroy(reader)
-    return losses
+    assert losses[0] == losses[1]
 
 
-def test_histories_that_a_checkpoint_does_not_have_start_anew(ranks: Any, tmp_path: Path) -> None:
-    for of_new, of_trained in ranks(2).run(losses_without_histories, str(tmp_path)):
-        assert of_trained == of_new
-
-
-def of_another_run(folder: str, stage: int, master: str) -> list[tuple[Any, ...]]:
-    """What two runs have of their own after a module-only load, before their first step and after it, and two steps."""
-    optimizer = {"states": "fp8", "master": master, "release": True, "release_clipping": "delayed_norm"}
+@on_ranks(2)
+def test_a_module_only_load_takes_over_nothing_of_the_run_that_saved(folder: str) -> None:
+    """Before a run's first step, and after it."""
+    optimizer = {"states": "fp8", "master": "e4m11", "release": True, "release_clipping": "delayed_norm"}
     fp8 = {**base.DELAYED, "optimizer": optimizer, "guard": {"action": "bf16"}}
-    writer = base.build(stage, fp8)
+    writer = base.build(2, fp8)
     training.train(writer, 3)
     writer.set_layer_precision(["blocks.0.up"], "bf16")
     writer._fp8_step_callbacks._send_to_bf16(["blocks.1.up"])
     writer.save_checkpoint(folder)
     training.destroy(writer)
-    found = []
     for steps in (0, 1):
-        reader = base.build(stage, fp8, seed=1)
+        reader = base.build(2, fp8, seed=1)
         reader.set_layer_precision(["blocks.1.down"], "bf16")
         training.train(reader, steps)
         reader.load_checkpoint(folder, load_module_only=True)
         updates = reader.fp8.history.num_updates
         training.train(reader, 2, first_step=steps)
-        precision = reader.fp8.precision
-        found.append((updates, precision.in_bf16, precision.state_dict()))
+        assert updates == 0 and reader.fp8.precision.in_bf16 == {"blocks.1.down"}
+        assert reader.fp8.precision.state_dict()["overrides"] == {"blocks.1.down": "bf16"}
         training.destroy(reader)
-    return found
 
 
-@pytest.mark.parametrize(("stage", "master"), [(2, "e4m11")])
-def test_a_module_only_load_takes_over_nothing_of_the_run_that_saved(
-    ranks: Any, tmp_path: Path, stage: int, master: str
-) -> None:
-    down = {"overrides": {"blocks.1.down": "bf16"}, "in_bf16": ["blocks.1.down"]}
-    for found in ranks(2).run(of_another_run, str(tmp_path), stage, master):
-        assert found == [(0, {"blocks.1.down"}, down)] * 2
-
-
-def our_state(folder: str) -> None:
+@on_ranks(2)
+def test_our_state_loads_weights_only_into_fewer_layers_too_and_refuses_other_versions(folder: str) -> None:
     import torch.distributed as dist
     from test_checkpoint_faults import record_again
 
@@ -177,13 +162,9 @@ def our_state(folder: str) -> None:
     training.destroy(engine)
 
 
-def test_our_state_loads_weights_only_into_fewer_layers_too_and_refuses_other_versions(
-    ranks: Any, tmp_path: Path
-) -> None:
-    ranks(2).run(our_state, str(tmp_path))
-
-
-def of_an_older_version(folder: str, stage: int) -> None:
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2)
+def test_fp32_masters_of_an_older_version_are_rounded_once(folder: str, stage: int) -> None:
     """A checkpoint with fp32 masters beside FP8 moments, by settings that are gone, goes on with e4m19 masters.
 
     Such a version wrote the files of fp32 states, whose moments FP8 held exactly, and this "fp8" block.
@@ -231,11 +212,6 @@ def of_an_older_version(folder: str, stage: int) -> None:
     training.destroy(reader)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_fp32_masters_of_an_older_version_are_rounded_once(ranks: Any, tmp_path: Path, stage: int) -> None:
-    ranks(2).run(of_an_older_version, str(tmp_path), stage)
-
-
 # --- frozen weights ---
 
 
@@ -264,7 +240,16 @@ def frozen_values(engine: Any) -> dict[str, Tensor]:
     return found
 
 
-def frozen(folder: str, stage: int, kind: str, exclude: bool) -> None:
+@pytest.mark.parametrize(
+    ("stage", "kind", "exclude"),
+    [
+        (2, "fp8", True),
+        (3, "fp8", False),
+        (1, "bf16", False),
+    ],
+)
+@on_ranks(2)
+def test_frozen_weights_resume_bit_for_bit_saved_or_excluded(folder: str, stage: int, kind: str, exclude: bool) -> None:
     engine = frozen_engine(stage, kind, seed=0)
     losses = training.train(engine, 2)
     before, values = training.fp8_state(engine), frozen_values(engine)
@@ -281,20 +266,6 @@ def frozen(folder: str, stage: int, kind: str, exclude: bool) -> None:
         base.assert_same({k: v[part] for k, v in loaded.items()}, {k: v[part] for k, v in before.items()})
     assert training.train(again, 2, first_step=2) == losses
     training.destroy(again)
-
-
-@pytest.mark.parametrize(
-    ("stage", "kind", "exclude"),
-    [
-        (2, "fp8", True),
-        (3, "fp8", False),
-        (1, "bf16", False),
-    ],
-)
-def test_frozen_weights_resume_bit_for_bit_saved_or_excluded(
-    ranks: Any, tmp_path: Path, stage: int, kind: str, exclude: bool
-) -> None:
-    ranks(2).run(frozen, str(tmp_path), stage, kind, exclude)
 
 
 # --- pipelines ---
@@ -327,7 +298,8 @@ def pipeline_batches(step: int) -> Any:
     return iter([(torch.randn(4, 16, generator=generator).bfloat16(), torch.ones(4, 16).bfloat16()) for _ in range(2)])
 
 
-def pipeline(folder: str) -> None:
+@on_ranks(2)
+def test_a_pipeline_resumes_bit_for_bit_and_saves_bf16_of_the_masters(folder: str) -> None:
     from deepspeed.utils import groups
 
     before = dict(vars(groups))
@@ -358,7 +330,3 @@ def resume_pipeline(folder: str) -> None:
     name = next(name for name in before if name.startswith("master.") and name.endswith("weight"))
     assert torch.equal(saved["linear.weight"], before[name].bfloat16())
     training.destroy(again)
-
-
-def test_a_pipeline_resumes_bit_for_bit_and_saves_bf16_of_the_masters(ranks: Any, tmp_path: Path) -> None:
-    ranks(2).run(pipeline, str(tmp_path))

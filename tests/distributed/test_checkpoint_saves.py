@@ -5,12 +5,14 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import test_checkpoint as base
 import training
+from support.ranks import on_ranks
 from test_checkpoint_faults import files_of, refusal
 
 pytestmark = pytest.mark.distributed
@@ -31,7 +33,7 @@ def failing_save(folder: str, fails: str) -> str:
 
     def save(self: Any, state_dict: Any, path: Any) -> None:
         if dist.get_rank() == 1:
-            raise OSError(5, "Input/output error", str(path))
+            Path(path).symlink_to("/dev/full")
         stock_save(self, state_dict, path)
 
     def replace(self: Path, target: Path) -> Path:
@@ -58,14 +60,19 @@ def failing_save(folder: str, fails: str) -> str:
     again = base.build(2, {}, seed=1)
     again.load_checkpoint(folder)
     base.assert_same(base.snapshot(again), before)
+    if dist.get_rank() == 0:
+        Path(folder, "pytorch_model.bin").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"pytorch_model\.bin") if dist.get_rank() == 0 else nullcontext():
+        again.save_16bit_model(folder)
     training.destroy(again)
     return str(caught.value)
 
 
 FAILURES = {
-    "shard": "rank 1: OSError: [Errno 5]",
-    "latest": "rank 0: OSError: [Errno 5] Input/output error",
+    "shard": ("rank 1: OSError: [Errno 28] No space left on device: '", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+    "latest": ("rank 0: OSError: [Errno 5] Input/output error", "latest"),
 }
+"""What is said where rank 1's disk is full, for which torch says "unexpected pos 704 vs 598", or rank 0's fails."""
 
 
 @pytest.mark.parametrize("fails", FAILURES)
@@ -73,63 +80,18 @@ def test_one_rank_that_cannot_write_is_an_error_on_all_and_the_old_one_stays(
     ranks: Any, tmp_path: Path, fails: str
 ) -> None:
     for message in ranks(2).run(failing_save, str(tmp_path), fails):
-        assert FAILURES[fails] in message
+        assert all(part in message for part in FAILURES[fails]), message
 
 
-def full_device(folder: str, stage: int) -> tuple[str, str]:
-    """Rank 1's files of a save, and rank 0's export, go to a device that is full."""
-    import torch.distributed as dist
-    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-
-    from fp8_ds.errors import CheckpointError
-
-    engine = base.build(stage, {}, zero_optimization={"stage3_gather_16bit_weights_on_model_save": True})
-    stock, full = TorchCheckpointEngine.save, dist.get_rank() == 1
-
-    def save(self: Any, state_dict: Any, path: Any) -> None:
-        if full:
-            Path(path).symlink_to("/dev/full")
-        stock(self, state_dict, path)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TorchCheckpointEngine, "save", save)
-        with pytest.raises(CheckpointError) as caught:
-            engine.save_checkpoint(folder, tag="one")
-    dist.barrier()
-    assert not Path(folder, "one").exists()
-    said = ""
-    if dist.get_rank() == 0:
-        Path(folder, "pytorch_model.bin").symlink_to("/dev/full")
-    try:
-        engine.save_16bit_model(folder)
-    except OSError as error:
-        said = str(error)
-    training.destroy(engine)
-    return str(caught.value), said
-
-
-@pytest.mark.parametrize("stage", [3])
-def test_a_full_device_is_said_to_be_full_with_the_files_name(ranks: Any, tmp_path: Path, stage: int) -> None:
-    """torch says "unexpected pos 704 vs 598"."""
-    (first, of_export), (second, nothing) = ranks(2).run(full_device, str(tmp_path), stage)
-    for message in (first, second):
-        assert (
-            f"rank 1: OSError: [Errno 28] No space left on device: '{tmp_path}/one." in message
-            and ".incomplete/" in message
-        )
-    assert of_export == f"[Errno 28] No space left on device: '{tmp_path}/pytorch_model.bin'"
-    assert nothing == ""
-
-
-def with_our_key(folder: str) -> str:
-    """One rank's client state has the key of ours: nothing is written; without it the save goes on."""
+@on_ranks(2)
+def test_a_client_state_with_the_key_of_ours_on_one_rank_is_refused_on_all(folder: str) -> None:
     import torch.distributed as dist
 
     from fp8_ds.errors import ConfigError
 
     engine = base.build(2, {})
     client_state = {"epoch": 3, **({"fp8_ds": {"mine": 1}} if dist.get_rank() == 1 else {})}
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"'fp8_ds'.* on rank 1"):
         engine.save_checkpoint(folder, client_state=client_state)
     assert not any(Path(folder).iterdir())
     dist.barrier()
@@ -137,65 +99,51 @@ def with_our_key(folder: str) -> str:
     assert engine.save_checkpoint(folder, client_state=client_state) is True
     assert engine.load_checkpoint(folder)[1]["epoch"] == 3
     training.destroy(engine)
-    return str(caught.value)
-
-
-def test_a_client_state_with_the_key_of_ours_is_refused_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
-    for message in ranks(2).run(with_our_key, str(tmp_path)):
-        assert "fp8_ds" in message and "rank 1" in message
 
 
 # --- what else lies in the folder, and who else writes there ---
 
 
-def odd_tags(folder: str) -> list[str]:
+@on_ranks(2)
+def test_tags_that_are_no_names_or_differ_are_refused_on_all_ranks(folder: str) -> None:
     import torch.distributed as dist
 
     from fp8_ds.errors import ConfigError
 
-    engine, said = base.build(2, {}), []
+    engine = base.build(2, {})
     for tag in ("", "x.incomplete", f"rank{dist.get_rank()}"):
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError, match=f"'{tag}'"):
             engine.save_checkpoint(folder, tag=tag)
-        said.append(str(caught.value))
     assert not any(Path(folder).iterdir())
     training.destroy(engine)
-    return said
 
 
-def test_tags_that_are_no_names_or_differ_are_refused_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
-    for said in ranks(2).run(odd_tags, str(tmp_path)):
-        expected = ("got ''", "got 'x.incomplete'", "expected the same one on all ranks, got ['rank0', 'rank1']")
-        assert all(part in text for part, text in zip(expected, said, strict=True)), said
-
-
-def save_beside_another(folder: str) -> float:
-    """Another job holds the lock of `folder` until it closes it; seconds that the save takes."""
+@on_ranks(2)
+def test_a_save_waits_for_that_of_another_job(folder: str) -> None:
     import torch.distributed as dist
 
     from fp8_ds.checkpoint import folders
 
     engine = base.build(2, {})
     if dist.get_rank() == 0:
-        threading.Timer(OTHER_SECONDS, folders.take_lock(Path(folder), "", print).close).start()
+        threading.Timer(2.0, folders.take_lock(Path(folder), "", print).close).start()
     dist.barrier()
     start = time.monotonic()
     engine.save_checkpoint(folder, tag="mine")
-    seconds = time.monotonic() - start
+    assert time.monotonic() - start > 1.8
     assert engine.load_checkpoint(folder)[0] is not None
     training.destroy(engine)
-    return seconds
 
 
-OTHER_SECONDS = 2.0
-
-
-def test_a_save_waits_for_that_of_another_job(ranks: Any, tmp_path: Path) -> None:
-    assert min(ranks(2).run(save_beside_another, str(tmp_path))) > 0.9 * OTHER_SECONDS
-
-
-def refused_save(folder: str, says_disks_are_its_own: bool) -> str:
-    """Every rank takes itself for the first of its host, and writes what such a one writes."""
+@pytest.mark.parametrize(
+    ("says_disks_are_its_own", "expected"), [(False, r"ranks \[0, 1\] at once"), (True, "use_node_local_storage")]
+)
+@on_ranks(2)
+def test_a_file_that_several_ranks_write_is_no_checkpoint(
+    folder: str, says_disks_are_its_own: bool, expected: str
+) -> None:
+    """Every rank takes itself for the first of its host, and writes what such a one writes; hosts may have said that
+    they have disks of their own, and share one."""
     from fp8_ds.errors import CheckpointError
 
     checkpoint = {"use_node_local_storage": True} if says_disks_are_its_own else {}
@@ -203,22 +151,17 @@ def refused_save(folder: str, says_disks_are_its_own: bool) -> str:
     engine.local_rank = 0
     engine.save_non_zero_checkpoint = True
     training.train(engine, 1)
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError, match=expected):
         engine.save_checkpoint(folder)
     assert not Path(folder, "latest").exists()
     training.destroy(engine)
-    return str(caught.value)
-
-
-def test_a_file_that_several_ranks_write_is_no_checkpoint(ranks: Any, tmp_path: Path) -> None:
-    for message in ranks(2).run(refused_save, str(tmp_path), False):
-        assert "mp_rank_00_model_states.pt written by ranks [0, 1] at once: one rank of a host" in message
 
 
 # --- hosts with disks of their own ---
 
 
-def node_local(folder: str) -> None:
+@on_ranks(2)
+def test_hosts_with_disks_of_their_own_have_a_manifest_and_a_latest_each(folder: str) -> None:
     import torch.distributed as dist
 
     here = f"{folder}/host{dist.get_rank()}"
@@ -241,33 +184,18 @@ def node_local(folder: str) -> None:
     training.destroy(again)
 
 
-def test_hosts_with_disks_of_their_own_have_a_manifest_and_a_latest_each(ranks: Any, tmp_path: Path) -> None:
-    ranks(2).run(node_local, str(tmp_path))
-
-
-def hosts_apart(folder: str) -> str:
+@on_ranks(2)
+def test_hosts_with_disks_of_their_own_that_nobody_spoke_of_fail_at_the_save(folder: str) -> None:
     import torch.distributed as dist
 
     from fp8_ds.errors import CheckpointError
 
     engine = base.build(3, {})
     training.train(engine, 1)
-    with pytest.raises(CheckpointError) as caught:  # a path that is another disk on each host
+    with pytest.raises(CheckpointError, match="use_node_local_storage"):  # a path that is another disk on each host
         engine.save_checkpoint(f"{folder}/host{dist.get_rank()}")
     assert not Path(folder, "host0", "latest").exists()
     training.destroy(engine)
-    return str(caught.value)
-
-
-def test_hosts_with_disks_of_their_own_that_nobody_spoke_of_fail_at_the_save(ranks: Any, tmp_path: Path) -> None:
-    for message in ranks(2).run(hosts_apart, str(tmp_path)):
-        assert "is not here as rank 1 wrote it" in message
-        assert "use_node_local_storage" in message
-
-
-def test_hosts_that_say_they_have_disks_of_their_own_and_share_one_fail_at_the_save(ranks: Any, tmp_path: Path) -> None:
-    for message in ranks(2).run(refused_save, str(tmp_path), True):
-        assert "use_node_local_storage" in message
 
 
 def one_rank_a_host(stage: int = 2, seed: int = 0) -> Any:
@@ -283,8 +211,9 @@ STEPS = ("prepare", "stage", "publish", "finish")
 """Of a save, between which hosts wait for each other."""
 
 
-def killed_between_steps(folder: str) -> list[int]:
-    """What hosts load of which one has ended a step of a save, and the other has not begun it: steps of training."""
+@on_ranks(2)
+def test_hosts_load_a_save_that_all_have_wherever_one_was_killed(folder: str) -> None:
+    """One has ended a step of a save, and the other has not begun it."""
     import torch.distributed as dist
 
     from fp8_ds.checkpoint import folders
@@ -325,16 +254,11 @@ def killed_between_steps(folder: str) -> list[int]:
             base.assert_same(training.full_masters(again), masters[again.global_steps])
             found.append(again.global_steps)
     training.destroy(again)
-    return found
+    assert found == [1, 1, 1, 1, 1, 1, 2, 2]  # steps of training
 
 
-def test_hosts_load_a_save_that_all_have_wherever_one_was_killed(ranks: Any, tmp_path: Path) -> None:
-    first, second = ranks(2).run(killed_between_steps, str(tmp_path))
-    assert first == second
-    assert first == [1, 1, 1, 1, 1, 1, 2, 2]
-
-
-def one_host_cannot_publish(folder: str) -> str:
+@on_ranks(2)
+def test_a_host_that_cannot_rename_keeps_the_others_at_the_old_checkpoint(folder: str) -> None:
     import torch.distributed as dist
 
     from fp8_ds.checkpoint import folders
@@ -353,7 +277,7 @@ def one_host_cannot_publish(folder: str) -> str:
             raise OSError(5, "Input/output error", here)
         publish(self)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as caught:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError, match=r"rank 1: OSError: \[Errno 5\]"):
         patch.setattr(folders.Save, "publish", fail)
         engine.save_checkpoint(here, tag="old")
     assert sorted(path.name for path in Path(here).iterdir() if path.name[:4] not in ("zero", ".fp8")) == [
@@ -365,15 +289,10 @@ def one_host_cannot_publish(folder: str) -> str:
     again.load_checkpoint(here)
     base.assert_same(base.snapshot(again), before)
     training.destroy(again)
-    return str(caught.value)
 
 
-def test_a_host_that_cannot_rename_keeps_the_others_at_the_old_checkpoint(ranks: Any, tmp_path: Path) -> None:
-    for message in ranks(2).run(one_host_cannot_publish, str(tmp_path)):
-        assert "rank 1: OSError: [Errno 5] Input/output error" in message
-
-
-def node_local_mixed(folder: str) -> tuple[str, str]:
+@on_ranks(2)
+def test_hosts_with_parts_of_different_saves_or_of_other_ranks_are_refused(folder: str) -> None:
     import torch.distributed as dist
 
     rank = dist.get_rank()
@@ -389,18 +308,12 @@ def node_local_mixed(folder: str) -> tuple[str, str]:
     moved = refusal(engine, f"{folder}/host0")  # both ranks on a host that has rank 0's files alone
     engine.load_checkpoint(str(here))
     training.destroy(engine)
-    return mixed, moved
+    assert "newest of step 1" in mixed and "newest of step 2" in mixed
+    assert "zero_pp_rank_1_mp_rank_00_optim_states.pt of rank 1 is not in" in moved
 
 
-def test_hosts_with_parts_of_different_saves_or_of_other_ranks_are_refused(ranks: Any, tmp_path: Path) -> None:
-    for mixed, moved in ranks(2).run(node_local_mixed, str(tmp_path)):
-        assert "ranks that see different checkpoints" in mixed
-        assert "newest of step 1" in mixed
-        assert "newest of step 2" in mixed
-        assert "zero_pp_rank_1_mp_rank_00_optim_states.pt of rank 1 is not in" in moved
-
-
-def broken_mount(folder: str) -> str:
+@on_ranks(2)
+def test_a_mount_that_fails_on_one_rank_is_an_error_on_all(folder: str) -> None:
     import torch.distributed as dist
 
     from fp8_ds.checkpoint import folders
@@ -415,20 +328,12 @@ def broken_mount(folder: str) -> str:
             raise OSError(116, "Stale file handle", str(path))
         return stock(path)
 
-    folders.read_manifest = read
-    try:
-        message = refusal(engine, folder)
-    finally:
-        folders.read_manifest = stock
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folders, "read_manifest", read)
+        assert "rank 1: OSError: [Errno 116] Stale file handle" in refusal(engine, folder)
     dist.barrier()
     if dist.get_rank() == 0:
         Path(folder, "latest").write_text("")
     dist.barrier()
     assert "latest: expected names that stay in their folder, got ''" in refusal(engine, folder)
     training.destroy(engine)
-    return message
-
-
-def test_a_mount_that_fails_on_one_rank_is_an_error_on_all(ranks: Any, tmp_path: Path) -> None:
-    for message in ranks(2).run(broken_mount, str(tmp_path)):
-        assert "rank 1: OSError: [Errno 116] Stale file handle" in message

@@ -15,7 +15,7 @@ import megatron_training as mt
 import torch
 from megatron_training import Layout
 from support.collectives import count_collectives
-from support.ranks import RankError, RankPool
+from support.ranks import RankError, RankPool, on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_ds.testing import sqnr_db
@@ -275,7 +275,8 @@ def test_a_recipe_that_cannot_travel_in_fp8_is_refused(ranks: Ranks) -> None:
         ranks(2).run(mt.train, Layout(tp=2, sp=True, recipe="rowwise_with_gw_hp"))
 
 
-def nothing_is_left() -> None:
+@on_ranks(2)
+def test_running_megatron_on_cpu_is_undone() -> None:
     from megatron_patches import patches
 
     before = {name: getattr(torch.cuda, name) for name in dir(torch.cuda)}
@@ -283,10 +284,6 @@ def nothing_is_left() -> None:
     mt.train(Layout(tp=2, sp=True), num_steps=1)
     changed = [name for name, value in before.items() if getattr(torch.cuda, name) is not value]
     assert changed == [] and torch.nn.Module.cuda is module_cuda and patches.applied() == ()
-
-
-def test_running_megatron_on_cpu_is_undone(ranks: Ranks) -> None:
-    ranks(2).run(nothing_is_left)
 
 
 def health(layout: Layout, evaluates: bool = False) -> dict[str, Any]:

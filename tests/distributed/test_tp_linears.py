@@ -11,6 +11,7 @@ import tensor_parallel as tpar
 import torch
 from support.collectives import count_collectives
 from support.inputs import many_scales
+from support.ranks import on_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -140,7 +141,9 @@ def test_local_scales_hold_their_floor_where_ranges_differ_by_token_and_channel(
 # --- one shard far larger than the others ---
 
 
-def outputs_beside_a_large_shard(name: str) -> None:
+@pytest.mark.parametrize("name", RECIPES)
+@on_ranks(2)
+def test_a_shard_a_thousand_times_larger_costs_the_others_no_bit(name: str) -> None:
     """Rank 0's weight, then its tokens, times 1024: what the other ranks compute has the same bits."""
     tp = tpar.context()
     x, grad = operands(torch.bfloat16)
@@ -169,11 +172,8 @@ def outputs_beside_a_large_shard(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_shard_a_thousand_times_larger_costs_the_others_no_bit(ranks: Any, name: str) -> None:
-    ranks(2).run(outputs_beside_a_large_shard, name)
-
-
-def zero_shard(name: str) -> None:
+@on_ranks(2)
+def test_a_shard_of_zeros_hurts_nobody(name: str) -> None:
     """One rank's x is all zeros."""
     tp = tpar.context()
     x, grad = operands(torch.bfloat16)
@@ -183,11 +183,6 @@ def zero_shard(name: str) -> None:
     assert result["output"].isfinite().all()
     exact = tpar.own_cols(tp, grad).double().t() @ x.double()
     assert sqnr_db(exact, result["grad_weight"]) > 22, name
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_shard_of_zeros_hurts_nobody(ranks: Any, name: str) -> None:
-    ranks(2).run(zero_shard, name)
 
 
 WAYS: list[dict[str, Any]] = [{}, {"gather": "bf16"}]
@@ -234,7 +229,8 @@ def test_an_input_of_another_width_is_named(ranks: Any) -> None:
         assert [message.partition(":")[0] for message in found] == ["input", "input"]
 
 
-def of_another_dtype() -> None:
+@on_ranks(2)
+def test_a_float32_input_is_refused_and_cast_by_autocast() -> None:
     tp = tpar.context()
     layer = tpar.linear(OUT, IN, torch.bfloat16)
     for kind in KINDS:
@@ -244,10 +240,6 @@ def of_another_dtype() -> None:
             module(x)
         with torch.autocast("cpu", torch.bfloat16):
             assert module(x).dtype == torch.bfloat16
-
-
-def test_a_float32_input_is_refused_and_cast_by_autocast(ranks: Any) -> None:
-    ranks(2).run(of_another_dtype)
 
 
 # --- bytes and collectives ---
@@ -294,7 +286,8 @@ def test_in_bf16_two_bytes_an_element_travel_both_ways(ranks: Any) -> None:
 # --- gather in bf16 ---
 
 
-def bf16_gathers() -> None:
+@on_ranks(2)
+def test_gathers_in_bf16_serve_every_recipe_and_layers_in_high_precision() -> None:
     """The layers of other recipes, and an FP8 layer on what was gathered in bf16."""
     x, grad = operands(torch.bfloat16)
     layer = tpar.linear(OUT, IN, torch.bfloat16)
@@ -309,7 +302,3 @@ def bf16_gathers() -> None:
         parts = run(make(layer, tpar.context(), None), x, grad)
         for key, expected in exact.items():
             assert sqnr_db(expected, parts[key]) > 44, (kind, key)
-
-
-def test_gathers_in_bf16_serve_every_recipe_and_layers_in_high_precision(ranks: Any) -> None:
-    ranks(2).run(bf16_gathers)

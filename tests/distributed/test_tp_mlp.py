@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import training
 from support.collectives import count_collectives
+from support.ranks import on_ranks
 from torch import Tensor, nn
 
 from fp8_ds.config import ActivationsConfig, TensorParallelConfig
@@ -93,30 +94,6 @@ def test_one_function_has_the_bits_of_its_linears(
     ranks(world_size).run(as_linears, settings, frozen)
 
 
-def only_weights(names: tuple[str, ...]) -> None:
-    """The MLP alone, of an input without gradient; only these weights train."""
-    found = []
-    for hooked in (False, True):
-        model, _ = fused_llama(hooked=hooked, bias=False)
-        block = model.model.model.layers[0].mlp
-        for name, p in block.named_parameters():
-            p.requires_grad_(name.removesuffix(".weight") in names)
-        x = torch.randn(1, 64, 64, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
-        block(x).float().square().sum().backward()
-        found.append({name: p.grad for name, p in block.named_parameters()})
-        with torch.no_grad():
-            found[-1]["output"] = block(x)
-    for name, grad in found[1].items():
-        assert (grad is None) == (name != "output" and name.removesuffix(".weight") not in names)
-        if grad is not None:
-            assert_bitwise(found[0][name], grad)
-
-
-@pytest.mark.parametrize("names", [("up_proj", "down_proj"), NAMES[:2]], ids=str)
-def test_weights_that_train_by_themselves_have_the_bits_of_their_linears(ranks: Any, names: tuple[str, ...]) -> None:
-    ranks(2).run(only_weights, names)
-
-
 def kept_in_fp8() -> dict[str, float]:
     (one, _), (linears, _) = fused_llama(nonlinear="fp8"), fused_llama(nonlinear="fp8", hooked=True)
     found, expected = gradients(one), gradients(linears)
@@ -130,7 +107,8 @@ def test_with_inputs_kept_in_fp8_gradients_are_as_close_as_their_rounding(ranks:
         assert min(found.values()) > 20, found
 
 
-def checkpointed() -> None:
+@on_ranks(2)
+def test_activation_checkpointing_changes_no_bit() -> None:
     found = []
     for use_reentrant in (None, False, True):
         model, _ = fused_llama()
@@ -140,10 +118,6 @@ def checkpointed() -> None:
     for other in found[1:]:
         for name, grad in found[0].items():
             assert_bitwise(other[name], grad)
-
-
-def test_activation_checkpointing_changes_no_bit(ranks: Any) -> None:
-    ranks(2).run(checkpointed)
 
 
 def traffic(hooked: bool) -> list[tuple[Any, Any]]:

@@ -11,10 +11,12 @@ import tensor_parallel as tpar
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.ranks import on_ranks
 from test_tp_llama import destroy, engine_config, llama, message, to_fp8, whole
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fp8_ds.errors import ConfigError
 from fp8_ds.testing import sqnr_db
 from fp8_ds.tp import LLAMA, TensorParallelPlan, parallelize
 
@@ -83,7 +85,7 @@ def batch(num: int, length: int = LENGTH, seed: int = 0) -> Tensor:
     return torch.randn(num, length, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def trained(num: int, fp8: bool, recomputes: bool, shares_norm: bool = False) -> dict[str, float]:
+def trained(fp8: bool, recomputes: bool, shares_norm: bool = False) -> dict[str, float]:
     """SQNR of the loss and all gradients to those of the whole model, both in FP8 if `fp8`."""
     reference, model = Model(recomputes=recomputes), Model(recomputes=recomputes)
     if shares_norm:
@@ -93,7 +95,7 @@ def trained(num: int, fp8: bool, recomputes: bool, shares_norm: bool = False) ->
     if fp8:
         to_fp8(reference)
         to_fp8(model)
-    losses = [one(batch(num)) for one in (reference, model)]
+    losses = [one(batch(3)) for one in (reference, model)]
     for loss in losses:
         loss.backward()
     found = {"loss": sqnr_db(losses[0], losses[1])}
@@ -104,17 +106,17 @@ def trained(num: int, fp8: bool, recomputes: bool, shares_norm: bool = False) ->
 
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_sequences_of_a_batch_stay_apart_in_a_model_of_ones_own(ranks: Any, recomputes: bool) -> None:
-    for found in ranks(2).run(trained, 3, False, recomputes):
+    for found in ranks(2).run(trained, False, recomputes):
         assert min(found.values()) > 85, found
 
 
 def test_a_parameter_of_two_modules_in_shards_is_summed_once(ranks: Any) -> None:
-    for found in ranks(2).run(trained, 3, False, False, True):
+    for found in ranks(2).run(trained, False, False, True):
         assert min(found.values()) > 85, found
 
 
 def test_in_fp8_they_do_too(ranks: Any) -> None:
-    for found in ranks(2).run(trained, 3, True, False):
+    for found in ranks(2).run(trained, True, False):
         assert found["loss"] > 40 and min(found.values()) > 14, found  # two roundings of everything
 
 
@@ -134,16 +136,13 @@ def test_a_block_that_is_computed_again_knows_its_sequences_or_raises(ranks: Any
         assert "got 16 tokens of [(1, 16), (2, 8)]" in found, found
 
 
-def turned(num: int) -> str:
+@on_ranks(2)
+def test_a_view_with_tokens_in_other_places_is_an_error() -> None:
     model = Model(turned=True)
     parallelize(model, PLAN, group())
     to_fp8(model)
-    return message(model, batch(num))
-
-
-def test_a_view_with_tokens_in_other_places_is_an_error(ranks: Any) -> None:
-    for found in ranks(2).run(turned, 2):
-        assert "expected what its block was called with, (2, 8, 32), got a view (8, 2, 32)" in found, found
+    with pytest.raises(ValueError, match=r"\(2, 8, 32\), got a view \(8, 2, 32\)"):
+        model(batch(2))
 
 
 def partitioned(sequence_parallel: bool) -> tuple[str, list[float]]:
@@ -261,7 +260,8 @@ class Adapter(nn.Module):
         return self.base_layer(x) + self.up(self.down(x))
 
 
-def adapted_afterwards() -> str:
+@on_ranks(2)
+def test_what_came_into_a_block_after_it_was_sharded_is_an_error() -> None:
     import deepspeed
 
     import fp8_ds  # noqa: F401
@@ -271,38 +271,30 @@ def adapted_afterwards() -> str:
     parallelize(model, LLAMA, groups.tp_group, sequence_parallel=False)
     mlp = model.model.model.layers[0].mlp
     mlp.down_proj = Adapter(mlp.down_proj)
-    config = engine_config(2, {}, 2)
-    return message(lambda: deepspeed.initialize(model=model, config=config, mpu=groups))
+    with pytest.raises(ConfigError, match=r"down_proj\.down\.weight and 1 more"):
+        deepspeed.initialize(model=model, config=engine_config(2, {}, 2), mpu=groups)
 
 
-def test_what_came_into_a_block_after_it_was_cut_is_an_error(ranks: Any) -> None:
-    for found in ranks(2).run(adapted_afterwards):
-        assert found.startswith("ConfigError: model: expected in its blocks the Parameters that"), found
-        assert "model.model.layers.0.mlp.down_proj.down.weight and 1 more" in found, found
-
-
-def ulysses_mpu(cut: bool) -> str:
+@pytest.mark.parametrize("is_sharded", [True, False])
+@on_ranks(2)
+def test_groups_that_share_sequences_are_an_error_with_sharded_weights(is_sharded: bool) -> None:
     import deepspeed
 
     import fp8_ds  # noqa: F401
 
     model = llama()
     config = engine_config(2, {}, 2)
-    if cut:
+    if is_sharded:
         parallelize(model, LLAMA, tpar.groups(2).tp_group)
     else:
         config["tensor_parallel"] = {"autotp_size": 2}
-    mpu = tpar.sequence_parallel_mpu()
-    return message(lambda: deepspeed.initialize(model=model, config=config, mpu=mpu))
+    with pytest.raises(ConfigError, match="Ulysses"):
+        deepspeed.initialize(model=model, config=config, mpu=tpar.sequence_parallel_mpu())
 
 
-@pytest.mark.parametrize("cut", [True, False])
-def test_groups_that_share_sequences_are_an_error_with_weights_that_are_cut(ranks: Any, cut: bool) -> None:
-    for found in ranks(2).run(ulysses_mpu, cut):
-        assert found.startswith("ConfigError: ") and "of sequence parallelism (Ulysses)" in found, found
-
-
-def cut_again(by_call: bool) -> str:
+@pytest.mark.parametrize("by_call", [False, True])
+@on_ranks(2)
+def test_a_sharded_model_is_not_sharded_by_autotp_too(by_call: bool) -> None:
     import deepspeed
     from deepspeed.runtime.tensor_parallel import init_utils
 
@@ -316,17 +308,11 @@ def cut_again(by_call: bool) -> str:
     else:
         config["tensor_parallel"] = {"autotp_size": 2}
     try:
-        return message(lambda: deepspeed.initialize(model=model, config=config, mpu=tpar.groups(2)))
+        with pytest.raises(ConfigError, match="tp_model_init: tp_size" if by_call else r"tensor_parallel\.autotp_size"):
+            deepspeed.initialize(model=model, config=config, mpu=tpar.groups(2))
     finally:
         init_utils._TP_MODEL_INIT_ARGS = None
         deepspeed.set_autotp_mode(training=False)
-
-
-@pytest.mark.parametrize("by_call", [False, True])
-def test_a_cut_model_is_not_cut_by_autotp_too(ranks: Any, by_call: bool) -> None:
-    for found in ranks(2).run(cut_again, by_call):
-        name = "deepspeed.tp_model_init: tp_size" if by_call else "tensor_parallel.autotp_size"
-        assert found.startswith(f"ConfigError: {name}: expected none with a model that"), found
 
 
 def test_the_groups_of_the_model_are_taken(ranks: Any) -> None:

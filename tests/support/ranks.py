@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -35,6 +36,33 @@ IMPORTED_ONCE = [
 
 class RankError(AssertionError):
     """A rank raised; the message holds every rank's traceback."""
+
+
+def on_ranks(world_size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a function a test whose body runs on every rank of a pool, with the fixture `ranks`.
+
+    Its arguments are the test's parameters; `folder` is `tmp_path` as a string.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        parameters = inspect.signature(body).parameters
+        names = [name for name in parameters if name != "folder"]
+
+        def test(ranks: Callable[[int], RankPool], tmp_path: Path, **arguments: Any) -> None:
+            if "folder" in parameters:
+                arguments["folder"] = str(tmp_path)
+            ranks(world_size).run(body, **arguments)
+
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        arguments = [inspect.Parameter(name, kind) for name in ("ranks", "tmp_path", *names)]
+        made: Any = test
+        made.__signature__ = inspect.Signature(arguments)
+        made.__name__, made.__module__, made.__doc__, made.body = body.__name__, body.__module__, body.__doc__, body
+        body.__qualname__ = made.__qualname__ = body.__name__
+        body.__qualname__ += ".body"  # by which ranks find it
+        return test
+
+    return decorate
 
 
 def _load(path: str) -> ModuleType:

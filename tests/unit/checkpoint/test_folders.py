@@ -247,27 +247,6 @@ def test_a_save_that_another_host_cannot_publish_is_undone(tmp_path: Path, tag: 
     assert is_first or load(tmp_path) == 1
 
 
-def test_a_failed_rename_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, "one", 1)
-    rename = Path.rename
-
-    def fail(self: Path, target: Path) -> Path:
-        if self.name.endswith(f.INCOMPLETE):
-            raise OSError(5, "Input/output error")
-        return rename(self, target)
-
-    new = f.Save(tmp_path, "one", next(IDS), is_latest=True)
-    new.stage(write_files(new.staging, 2))
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", fail)
-        with pytest.raises(OSError, match="Input/output"):
-            new.publish()
-        assert load(tmp_path) == 1  # a kill here
-        new.undo()
-    assert load(tmp_path) == 1
-    assert {path.name for path in tmp_path.iterdir()} == {"one", "latest"}
-
-
 def test_leftovers_that_cannot_be_removed_do_not_become_part_of_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,16 +323,6 @@ def test_a_tag_that_is_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path: P
     assert version_in(tmp_path / "step1") == 1
     assert (tmp_path / "step1/notes.txt").read_text() == (tmp_path / "best/notes.txt").read_text() == "mine"
     assert {path.name for path in tmp_path.iterdir()} == {"step1", "best", "gone", "latest"}
-
-
-def test_complete_saves_leave_out_unfinished_ones(tmp_path: Path) -> None:
-    save(tmp_path, "one", 1)
-    os.utime(tmp_path / "one" / f.MANIFEST, (1, 1))
-    save(tmp_path, "two", 2)
-    f.write_manifest(tmp_path / "three.incomplete", write_files(tmp_path / "three.incomplete", 3))
-    (tmp_path / "stock").mkdir()
-    assert f.describe_complete(tmp_path) == f"Complete in '{tmp_path}': ['two', 'one']."
-    assert f.describe_complete(tmp_path, "two") == f"Complete in '{tmp_path}': ['one']."
 
 
 # --- names ---
