@@ -28,11 +28,11 @@ def max_difference(left: list[float], right: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(left, right, strict=True))
 
 
-def gathered_reading(fp8: dict[str, Any], reads: bool, threshold: int) -> dict[str, Any]:
+def gathered_reading(reads: bool, threshold: int) -> dict[str, Any]:
     import deepspeed
 
     zero = {"stage3_param_persistence_threshold": threshold}
-    engine = training.build(training.ds_config(3, fp8, zero_optimization=zero))
+    engine = training.build(training.ds_config(3, {}, zero_optimization=zero))
     result: dict[str, Any] = {"wrong": []}
     losses = training.train(engine, 2)
     if reads:
@@ -53,8 +53,8 @@ def gathered_reading(fp8: dict[str, Any], reads: bool, threshold: int) -> dict[s
 
 @pytest.mark.parametrize("threshold", [0, 100_000], ids=["sharded", "persistent"])
 def test_gathered_parameters_read_bf16_of_masters_and_change_nothing(ranks: Any, threshold: int) -> None:
-    read = ranks(2).run(gathered_reading, {}, True, threshold)
-    plain = ranks(2).run(gathered_reading, {}, False, threshold)
+    read = ranks(2).run(gathered_reading, True, threshold)
+    plain = ranks(2).run(gathered_reading, False, threshold)
     for with_reading, without in zip(read, plain, strict=True):
         assert with_reading["wrong"] == []
         assert with_reading["losses"] == without["losses"]
@@ -103,23 +103,13 @@ def test_gathered_parameters_write_until_the_masters_win_at_the_next_step(ranks:
 def moved_to_where_it_is(stage: int) -> None:
     engine = training.build(training.ds_config(stage, {}))
     training.train(engine, 2)
-    engine.eval()
-    batch = training.micro_batches(9, 1)[0]
+    batch, state = training.micro_batches(9, 1)[0], training.fp8_state(engine)
     with torch.no_grad():
         before = float(engine(batch))  # and stage 3 keeps weights gathered behind it
-        assert any(p._fp8.data is not None for p in engine.fp8.weights.values())
         engine.module.to(engine.device, torch.bfloat16)
         assert float(engine(batch)) == before
-    engine.train()
-    assert training.train(engine, 1, first_step=2) == plain_losses(stage)[2:]
+    training.assert_fp8_equals(training.fp8_state(engine), state)
     training.destroy(engine)
-
-
-def plain_losses(stage: int) -> list[float]:
-    engine = training.build(training.ds_config(stage, {}))
-    losses = training.train(engine, 3)
-    training.destroy(engine)
-    return losses
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -171,7 +161,7 @@ def safe_functions(stage: int, fp8: dict[str, Any] | None) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_safe_functions_see_masters_gradients_and_states(ranks: Any, stage: int) -> None:
     from fp8_ds.testing import sqnr_db
 
@@ -190,15 +180,15 @@ def test_safe_functions_see_masters_gradients_and_states(ranks: Any, stage: int)
         assert torch.equal(ours["fp8"][0], data) and torch.equal(ours["fp8"][1], scale_inv)
 
 
-def external(stage: int, fp8: dict[str, Any] | None, is_external: bool, threshold: int = 0) -> dict[str, Any]:
+def external(stage: int, fp8: dict[str, Any] | None) -> dict[str, Any]:
     from deepspeed.utils import safe_get_full_grad
 
     zero: dict[str, int] = {}
     if stage == 3:  # released after the forward, so that the backward gathers anew
         zero = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
-        zero["stage3_param_persistence_threshold"] = threshold
+        zero["stage3_param_persistence_threshold"] = 0
     config = training.ds_config(stage, fp8, zero_optimization=zero, gradient_clipping=0.0)
-    engine = training.build(config, {"external": is_external})
+    engine = training.build(config, {"external": True})
     engine.backward(engine(training.micro_batches(0, 2)[torch.distributed.get_rank()]))
     grads = {n: safe_get_full_grad(p).float().clone() for n, p in engine.module.named_parameters()}
     engine.step()
@@ -208,15 +198,12 @@ def external(stage: int, fp8: dict[str, Any] | None, is_external: bool, threshol
     return {"losses": losses, "grads": grads, "skipped": skipped}
 
 
-@pytest.mark.parametrize(
-    ("stage", "threshold"),
-    [(1, 0), (3, 0), *(pytest.param(*at, marks=pytest.mark.slow) for at in ((2, 0), (3, 100_000)))],
-)
-def test_weight_used_by_another_module_has_its_true_value_and_gradient(ranks: Any, stage: int, threshold: int) -> None:
+@pytest.mark.parametrize("stage", [1, 3])
+def test_weight_used_by_another_module_has_its_true_value_and_gradient(ranks: Any, stage: int) -> None:
     from fp8_ds.testing import sqnr_db
 
-    ours = ranks(2).run(external, stage, {}, True, threshold)[0]
-    stock = ranks(2).run(external, stage, None, True, threshold)[0]
+    ours = ranks(2).run(external, stage, {})[0]
+    stock = ranks(2).run(external, stage, None)[0]
     assert ours["skipped"] == stock["skipped"] == 0
     for name, grad in stock["grads"].items():
         assert sqnr_db(grad, ours["grads"][name]) > 15, name
@@ -257,14 +244,14 @@ def _counting() -> Any:
     return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
 
 
-def hooked(stage: int, where: str) -> dict[str, Any]:
-    """Training with the second weights of blocks in a user's Function, with hooks on saved tensors `where`.
+def hooked(where: str) -> dict[str, Any]:
+    """Training in stage 3 with the second weights of blocks in a user's Function, with hooks on saved tensors `where`.
 
     In each forward a checkpoint is also differentiated by the weight, as for a penalty on gradients.
     """
-    zero = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0} if stage == 3 else {}
+    zero = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
     checkpointing = "nonreentrant" if where == "checkpoint" else ""
-    config = training.ds_config(stage, {}, zero_optimization=zero)
+    config = training.ds_config(3, {}, zero_optimization=zero)
     engine = training.build(config, {"external": True, "checkpointing": checkpointing})
     wrong: list[str] = []
 
@@ -292,11 +279,10 @@ def hooked(stage: int, where: str) -> dict[str, Any]:
     return {"losses": losses, "skipped": skipped, "wrong": wrong}
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-def test_a_function_that_saves_a_weight_trains_alike_under_hooks_on_saved_tensors(ranks: Any, stage: int) -> None:
-    plain = ranks(2).run(hooked, stage, "nowhere")
+def test_a_function_that_saves_a_weight_trains_alike_under_hooks_on_saved_tensors(ranks: Any) -> None:
+    plain = ranks(2).run(hooked, "nowhere")
     for where in ("outside", "inside", "checkpoint"):
-        for ours, without in zip(ranks(2).run(hooked, stage, where), plain, strict=True):
+        for ours, without in zip(ranks(2).run(hooked, where), plain, strict=True):
             assert ours["skipped"] == 0 and ours["wrong"] == []
             assert ours["losses"] == without["losses"], where
 
@@ -320,7 +306,7 @@ def evaluating(stage: int, fp8: dict[str, Any], evaluates: bool) -> dict[str, An
     return {"losses": losses, "evaluated": evaluated}
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_evaluation_has_the_loss_of_training_and_leaves_no_trace(ranks: Any, stage: int) -> None:
     ours, plain = ranks(2).run(evaluating, stage, {}, True), ranks(2).run(evaluating, stage, {}, False)
     for with_evaluation, without in zip(ours, plain, strict=True):
@@ -328,9 +314,9 @@ def test_evaluation_has_the_loss_of_training_and_leaves_no_trace(ranks: Any, sta
         assert with_evaluation["losses"] == without["losses"]
 
 
-def reads_of_users(stage: int) -> dict[str, float]:
-    """What loggers, moving averages and exporters do between steps of ZeRO-1/2."""
-    engine = training.build(training.ds_config(stage, {}))
+def reads_of_users() -> dict[str, float]:
+    """What loggers, moving averages and exporters do between steps of ZeRO-2."""
+    engine = training.build(training.ds_config(2, {}))
     training.train(engine, 2)
     state = training.fp8_state(engine)
     average = {n: torch.zeros(p.shape) for n, p in engine.module.named_parameters()}
@@ -353,9 +339,8 @@ def reads_of_users(stage: int) -> dict[str, float]:
     return {"wrong": wrong, "nan": nan, "num": len(state)}
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_users_read_true_values_between_steps(ranks: Any, stage: int) -> None:
-    for result in ranks(2).run(reads_of_users, stage):
+def test_users_read_true_values_between_steps(ranks: Any) -> None:
+    for result in ranks(2).run(reads_of_users):
         assert result == {"wrong": 0.0, "nan": 0, "num": 6}
 
 
@@ -368,10 +353,8 @@ def assigned(stage: int, fp8: dict[str, Any] | None, how: str) -> dict[str, Any]
     with torch.no_grad():
         if how == "data":
             target.data = source
-        elif how == "set":
+        else:
             target.set_(source)
-        elif how == "itself":
-            target.data = target
     result = {"values": values, "read": target.detach().clone()}
     losses += training.train(engine, 3, first_step=1)
     result |= {"losses": losses, "skipped": engine.skipped_steps, "after": target.detach().clone()}
@@ -379,17 +362,7 @@ def assigned(stage: int, fp8: dict[str, Any] | None, how: str) -> dict[str, Any]
     return result
 
 
-@pytest.mark.parametrize(
-    ("stage", "fp8", "how"),
-    [
-        (1, {}, "set"),
-        (2, {}, "data"),
-        (2, SPLIT, "data"),
-        (2, {}, "itself"),
-        pytest.param(1, SPLIT, "set", marks=pytest.mark.slow),
-        pytest.param(1, SPLIT, "itself", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("stage", "fp8", "how"), [(1, {}, "set"), (2, SPLIT, "data")])
 def test_a_weight_that_is_assigned_another_has_its_values_until_the_next_step(
     ranks: Any, stage: int, fp8: dict[str, Any], how: str
 ) -> None:
@@ -400,9 +373,6 @@ def test_a_weight_that_is_assigned_another_has_its_values_until_the_next_step(
         source, target = ours["values"]
         assert ours["skipped"] == theirs["skipped"] == 0
         assert max_difference(ours["losses"], theirs["losses"]) < 0.03
-        if how == "itself":
-            assert torch.equal(ours["read"], target) and torch.equal(theirs["read"], theirs["values"][1])
-            continue
         assert sqnr_db(source, ours["read"]) > 30 and torch.equal(theirs["read"], theirs["values"][0])
         assert torch.equal(theirs["after"], theirs["values"][1])  # stock's masters win
         if fp8 == SPLIT:  # what is written is the master
@@ -428,17 +398,12 @@ def refreshed(stage: int, fp8: dict[str, Any], how: str) -> None:
         if how == "load_state_dict":
             expected = {key: master.bfloat16().float() for key, master in expected.items()}
             engine.module.load_state_dict(expected)
-        elif how == "rows":
+        else:
             params[name].data[3] = value[3]
             params[name].data[5:7] = value[5:7] * 8
             expected[name] = before[name].clone()
             expected[name][3], expected[name][5:7] = value[3].float(), value[5:7].float() * 8
-        else:
-            params[name].data.copy_(value)
         params[bias].fill_(1.0)
-    if how == "then in bf16":
-        engine.optimizer.fp8_set_bf16({name})
-        assert torch.equal(params[name].detach(), value)
     engine.optimizer.refresh_fp32_params()
     masters = training.full_masters(engine)
     for key, master in masters.items():
@@ -450,14 +415,7 @@ def refreshed(stage: int, fp8: dict[str, Any], how: str) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "fp8", "how"),
-    [
-        (1, {}, "data"),
-        (2, {}, "rows"),
-        (2, {"linear": {"recipe": "blockwise"}}, "load_state_dict"),
-        (2, {}, "then in bf16"),
-        (3, {}, "rows"),
-        (3, {}, "load_state_dict"),
-    ],
+    [(2, {}, "rows"), (2, {"linear": {"recipe": "blockwise"}}, "load_state_dict"), (3, {}, "rows")],
 )
 def test_refreshed_masters_are_what_was_written_and_not_its_rounding_to_fp8(
     ranks: Any, stage: int, fp8: dict[str, Any], how: str
@@ -467,22 +425,13 @@ def test_refreshed_masters_are_what_was_written_and_not_its_rounding_to_fp8(
 
 
 def replace_data(engine: Any, how: str) -> None:
-    """`.data` of parameters that are not in FP8 is another tensor. Of those that keep their values all of them."""
+    """`.data` of parameters that are not in FP8 is another tensor."""
     model = engine.module
     table, (first, second) = model.embedding.weight, (block.norm.weight for block in model.blocks[:2])
     if how == "normalized":
         table.data = F.normalize(table.data, dim=1)
-    elif how == "exchanged":
+    else:
         first.data, second.data = second.data, first.data
-    elif how == "set":
-        with torch.no_grad():
-            first.set_(torch.full_like(first, 0.5))
-    elif how == "vector":
-        outside = [p for name, p in model.named_parameters() if name not in engine.fp8.weights]
-        torch.nn.utils.vector_to_parameters(torch.nn.utils.parameters_to_vector(outside), outside)
-    elif how == "dtype":
-        model.float()
-        model.bfloat16()
 
 
 def far_from(masters: dict[str, torch.Tensor], parameters: dict[str, Any]) -> list[str]:
@@ -491,9 +440,9 @@ def far_from(masters: dict[str, torch.Tensor], parameters: dict[str, Any]) -> li
 
 
 def replaced(stage: int, fp8: dict[str, Any], how: str) -> dict[str, Any]:
-    """Parameters outside FP8 before, as they were assigned, and after a step at a rate of zero; then losses."""
+    """Parameters outside FP8 before, as they were assigned, and after a step at a rate of zero."""
     engine = training.build(training.ds_config(stage, fp8, gradient_clipping=0.0))
-    losses = training.train(engine, 2)
+    training.train(engine, 2)
     outside = {name: p for name, p in engine.module.named_parameters() if name not in engine.fp8.weights}
 
     def now() -> dict[str, Any]:
@@ -502,18 +451,15 @@ def replaced(stage: int, fp8: dict[str, Any], how: str) -> dict[str, Any]:
     result: dict[str, Any] = {"before": now()}
     replace_data(engine, how)
     result["assigned"] = now()
-    if how not in ("", "vector", "dtype"):
-        rates = [group["lr"] for group in engine.optimizer.param_groups]
-        for group in engine.optimizer.param_groups:
-            group["lr"] = 0.0
-        training.train(engine, 1, first_step=2)
-        result["after"] = now()
-        for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-    losses += training.train(engine, 3, first_step=2)
-    masters = training.full_masters(engine)
-    wrong = far_from(masters, outside)
-    result |= {"losses": losses, "wrong": wrong, "fp8": training.fp8_state(engine)}
+    rates = [group["lr"] for group in engine.optimizer.param_groups]
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.0
+    training.train(engine, 1, first_step=2)
+    result["after"] = now()
+    for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    training.train(engine, 2, first_step=2)
+    result["wrong"] = far_from(training.full_masters(engine), outside)
     training.destroy(engine)
     return result
 
@@ -523,14 +469,7 @@ RELEASE = {"optimizer": {**SPLIT["optimizer"], "release": True, "release_clippin
 
 @pytest.mark.parametrize(
     ("stage", "fp8", "how"),
-    [
-        (2, {}, "normalized"),
-        (1, SPLIT, "normalized"),
-        (2, RELEASE, "normalized"),
-        (1, {}, "exchanged"),
-        (2, SPLIT, "exchanged"),
-        (2, {}, "set"),
-    ],
+    [(2, {}, "normalized"), (1, SPLIT, "exchanged"), (2, RELEASE, "normalized")],
 )
 def test_parameters_follow_their_masters_again_after_their_data_was_replaced(
     ranks: Any, stage: int, fp8: dict[str, Any], how: str
@@ -543,40 +482,6 @@ def test_parameters_follow_their_masters_again_after_their_data_was_replaced(
         expected = result["assigned" if fp8 == SPLIT else "before"]
         for name, p in result["after"].items():
             assert torch.equal(p, expected[name]), name
-
-
-@pytest.mark.parametrize(
-    ("stage", "fp8", "how"), [(2, {}, "dtype"), (1, SPLIT, "dtype"), (1, {}, "vector"), (2, RELEASE, "vector")]
-)
-def test_parameters_whose_data_are_replaced_by_the_same_values_train_on_bit_for_bit(
-    ranks: Any, stage: int, fp8: dict[str, Any], how: str
-) -> None:
-    plain = ranks(2).run(replaced, stage, fp8, "")
-    for ours, left_alone in zip(ranks(2).run(replaced, stage, fp8, how), plain, strict=True):
-        assert ours["wrong"] == [] and ours["losses"] == left_alone["losses"]
-        training.assert_fp8_equals(ours["fp8"], left_alone["fp8"])
-
-
-def replaced_before_the_step(stage: int, fp8: dict[str, Any]) -> list[str]:
-    """Parameters outside FP8 that a step leaves other than their masters, though of two only the form was another."""
-    engine = training.build(training.ds_config(stage, fp8))
-    outside = {name: p for name, p in engine.module.named_parameters() if name not in engine.fp8.weights}
-    forms = {name: (p.shape, p.dtype) for name, p in outside.items()}
-    engine.backward(engine(training.micro_batches(0, 2)[torch.distributed.get_rank()]))
-    engine.module.norm.weight.data = torch.zeros(2, 2)
-    engine.module.norm.bias.data = engine.module.norm.bias.data.view(1, -1)
-    engine.module.embedding.weight.data = engine.module.embedding.weight.data.view(torch.float16)
-    engine.step()
-    wrong = [name for name, p in outside.items() if (p.shape, p.dtype) != forms[name]]
-    wrong += far_from(training.full_masters(engine), outside)
-    training.train(engine, 1, first_step=1)
-    training.destroy(engine)
-    return wrong
-
-
-@pytest.mark.parametrize(("stage", "fp8"), [(1, {}), (2, RELEASE)])
-def test_a_step_gives_parameters_their_form_back(ranks: Any, stage: int, fp8: dict[str, Any]) -> None:
-    assert ranks(2).run(replaced_before_the_step, stage, fp8) == [[], []]
 
 
 def loaded_over_replaced(stage: int, fp8: dict[str, Any], how: str, folder: str) -> list[str]:
@@ -609,17 +514,16 @@ def loaded_over_replaced(stage: int, fp8: dict[str, Any], how: str, folder: str)
     return wrong
 
 
-@pytest.mark.parametrize(("stage", "fp8"), [(2, {}), (1, SPLIT)])
-@pytest.mark.parametrize("how", ["load", "load the module", "offload"])
+@pytest.mark.parametrize(("stage", "fp8", "how"), [(2, {}, "load"), (1, SPLIT, "load the module"), (2, {}, "offload")])
 def test_a_load_reaches_parameters_whose_data_was_replaced(
     ranks: Any, stage: int, fp8: dict[str, Any], how: str, tmp_path: Path
 ) -> None:
     assert ranks(2).run(loaded_over_replaced, stage, fp8, how, str(tmp_path)) == [[], []]
 
 
-def data_of_before(stage: int, fp8: dict[str, Any]) -> list[str]:
+def data_of_before() -> list[str]:
     """Weights whose `.data` of before steps, a load and a change of precision is not what they read as after it."""
-    engine = training.build(training.ds_config(stage, fp8))
+    engine = training.build(training.ds_config(2, SPLIT))
     data = {name: p.data for name, p in engine.fp8.weights.items()}
     first, wrong = {name: kept.clone() for name, kept in data.items()}, []
 
@@ -642,12 +546,9 @@ def data_of_before(stage: int, fp8: dict[str, Any]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(("stage", "fp8"), [(1, {}), (2, SPLIT)])
-def test_data_that_was_read_before_steps_reads_as_the_weight_after_them(
-    ranks: Any, stage: int, fp8: dict[str, Any]
-) -> None:
+def test_data_that_was_read_before_steps_reads_as_the_weight_after_them(ranks: Any) -> None:
     """As stock's does, which is the memory that steps write."""
-    assert ranks(2).run(data_of_before, stage, fp8) == [[], []]
+    assert ranks(2).run(data_of_before) == [[], []]
 
 
 def copied(stage: int, fp8: dict[str, Any] | None, in_bf16: str | None) -> dict[str, Any]:
@@ -689,21 +590,7 @@ def copied(stage: int, fp8: dict[str, Any] | None, in_bf16: str | None) -> dict[
 
 @pytest.mark.parametrize(
     ("stage", "fp8", "in_bf16"),
-    [
-        (1, {"linear": {"recipe": "delayed"}}, None),
-        (2, SPLIT, "blocks.1"),
-        (2, {"linear": {"recipe": "rowwise"}}, None),
-        (1, {"linear": {"recipe": "blockwise"}}, None),
-        *(
-            pytest.param(*case, None, marks=pytest.mark.slow)
-            for case in (
-                (2, {}),
-                (1, SPLIT | {"linear": {"recipe": "rowwise"}}),
-                (2, SPLIT | {"linear": {"recipe": "blockwise"}}),
-                (2, SPLIT | {"linear": {"recipe": "delayed"}}),
-            )
-        ),
-    ],
+    [(1, {"linear": {"recipe": "delayed"}}, None), (2, SPLIT | {"linear": {"recipe": "blockwise"}}, "blocks.1")],
 )
 def test_a_copy_of_the_model_computes_what_it_did_and_has_no_engine(
     ranks: Any, stage: int, fp8: dict[str, Any], in_bf16: str | None
@@ -714,12 +601,9 @@ def test_a_copy_of_the_model_computes_what_it_did_and_has_no_engine(
         assert result["alone"][0] == result["losses"][0] and result["alone"][-1] < result["alone"][0] - 0.1
 
 
-def second_backward(in_bf16: bool) -> str:
+def second_backward() -> str:
     config = training.ds_config(3, {"linear": {"filter_fqns": []}})
     engine = training.build(config, {"width": 32, "hidden": 64, "num_blocks": 1})
-    if in_bf16:
-        engine.set_layer_precision("", "bf16")
-        training.train(engine, 1)
     loss = engine(training.micro_batches(0, 1)[0])
     engine.backward(loss, retain_graph=True)
     try:
@@ -731,12 +615,9 @@ def second_backward(in_bf16: bool) -> str:
     return "nothing was raised"
 
 
-@pytest.mark.parametrize("in_bf16", [False, True])
-def test_a_second_backward_through_a_graph_of_stage_3_names_the_weight_that_is_not_there(
-    ranks: Any, in_bf16: bool
-) -> None:
-    (said,) = ranks(1).run(second_backward, in_bf16)
-    assert said.startswith("lm_head.weight:") and "expected a weight that is gathered, got one that ZeRO-3 has" in said
+def test_a_second_backward_through_a_graph_of_stage_3_names_the_weight_that_is_not_there(ranks: Any) -> None:
+    (said,) = ranks(1).run(second_backward)
+    assert said.startswith("lm_head.weight:")
 
 
 def of_two_engines(is_older: str, other: str) -> dict[str, list[str]]:
@@ -786,8 +667,7 @@ def of_two_engines(is_older: str, other: str) -> dict[str, list[str]]:
     return wrong
 
 
-@pytest.mark.parametrize("other", ["reference", "fp8"])
-@pytest.mark.parametrize("is_older", ["policy", "other"])
+@pytest.mark.parametrize(("is_older", "other"), [("policy", "fp8"), ("other", "reference")])
 def test_weights_of_two_engines_are_gathered_together(ranks: Any, is_older: str, other: str) -> None:
     """As TR-DPO's sync of a policy and its reference model does."""
     for wrong in ranks(2).run(of_two_engines, is_older, other):

@@ -41,8 +41,6 @@ def of_its_own(stage: int, optimizer: dict[str, Any], number: dict[str, Any], ov
 
 SPLIT, RELEASE = {"master": "e4m19"}, {"master": "e4m11", "release": True}
 CASES = [
-    (2, SPLIT, {"lr": 1e-3}, {}),
-    (3, SPLIT, {"lr": 1e-3}, {}),
     (3, SPLIT, {"weight_decay": 0.0}, {}),
     (2, SPLIT, {"betas": (0.8, 0.999)}, {"bf16": {"check_grad_overflow": False}}),
     (2, RELEASE, {"lr": 1e-3}, {"gradient_clipping": 0.0}),
@@ -69,12 +67,8 @@ def test_a_last_bit_of_float64_is_no_error(ranks: Any) -> None:
 SEVERAL_BUCKETS = {"master": "e4m11", "release": True}
 
 
-def of_one_step(stage: int, optimizer: dict[str, Any]) -> tuple[int, str]:
-    """Rank 1 has a number of its own in one step, of which the host learns a step later.
-
-    Returns:
-        Sums a step, and what all ranks raise in the step after.
-    """
+def of_one_step(stage: int, optimizer: dict[str, Any]) -> str:
+    """What all ranks raise in the step after one in which rank 1 had a number of its own."""
     from fp8_ds.errors import ConfigError
 
     fp8, late = {"optimizer": {"states": "fp8", **optimizer}}, {"bf16": {"check_grad_overflow": False}}
@@ -82,11 +76,10 @@ def of_one_step(stage: int, optimizer: dict[str, Any]) -> tuple[int, str]:
     buckets = {"zero_optimization": {"reduce_bucket_size": 16_000}}
     engine = training.build(training.ds_config(stage, fp8, gradient_clipping=0.0, **late, **buckets), model)
     engine.optimizer.fp8_flag = training.late_flag()
-    group, sums = engine.optimizer.param_groups[0], []
-    stock, usual = engine.optimizer._fp8_alike.sum, group["lr"]
-    engine.optimizer._fp8_alike.sum = lambda *args: (sums.append(args), stock(*args))[1]
+    group = engine.optimizer.param_groups[0]
+    usual = group["lr"]
     training.train(engine, 1)
-    num, masters = len(sums), training.full_masters(engine)
+    masters = training.full_masters(engine)
     group["lr"] = usual / (1 + dist.get_rank())
     training.train(engine, 1, 1)
     for name, master in training.full_masters(engine).items():
@@ -95,13 +88,12 @@ def of_one_step(stage: int, optimizer: dict[str, Any]) -> tuple[int, str]:
     with pytest.raises(ConfigError) as caught:
         training.train(engine, 1, 2)
     training.destroy(engine)
-    return num, str(caught.value)
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(("stage", "optimizer"), [(2, SPLIT), (2, SEVERAL_BUCKETS), (3, SEVERAL_BUCKETS)])
 def test_a_difference_of_one_step_is_an_error_where_the_host_learns_of_it_late_whatever_the_buckets(
     ranks: Any, stage: int, optimizer: dict[str, Any]
 ) -> None:
-    for num, message in ranks(2).run(of_one_step, stage, optimizer):
-        assert num > 2 if optimizer is SEVERAL_BUCKETS else num == 1
+    for message in ranks(2).run(of_one_step, stage, optimizer):
         assert "expected the same lr, betas, eps and weight_decay on all ranks" in message

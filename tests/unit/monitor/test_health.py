@@ -246,6 +246,21 @@ def test_a_sink_that_fails_is_named_once_and_left_out_and_the_others_go_on() -> 
     assert broken not in health.sinks
 
 
+def test_what_a_listener_raises_is_raised_with_nothing_attached_twice_afterwards() -> None:
+    model, health, written = build(1)
+
+    def stop(one: Report) -> None:
+        raise KeyError(one.step)
+
+    handle = health.listen(stop)
+    health.start(0)
+    with pytest.raises(KeyError):
+        train(model, health, range(2))
+    handle.remove()
+    train(model, health, range(2, 4))
+    assert [one.step for one in written][:1] == [1]
+
+
 def test_a_line_that_does_not_fit_on_the_disk_leaves_the_lines_before_it(tmp_path: Path) -> None:
     sink = JsonLines(tmp_path / "health.jsonl")
     sink(report(10))

@@ -1,0 +1,78 @@
+"""FP8 linears alone, their weights as ZeRO holds them, and one training step."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8_ds.config import LinearConfig
+from fp8_ds.nn.linear.fp8_linear import Fp8Linear
+from fp8_ds.nn.linear.payload import OF_RECIPE, Fp8Payload
+from fp8_ds.nn.linear.recipe import InputCache
+from fp8_ds.nn.linear.recipes import (
+    BlockwiseRecipe,
+    DelayedRecipe,
+    RowwiseGradWeightHpRecipe,
+    RowwiseRecipe,
+    TensorwiseRecipe,
+)
+from fp8_ds.numerics.formats import E4M3, E5M2
+from fp8_ds.numerics.scale import AmaxHistory
+
+RECIPES = ("tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")
+_CLASSES = {kind.name: kind for kind in (TensorwiseRecipe, RowwiseRecipe, RowwiseGradWeightHpRecipe, BlockwiseRecipe)}
+
+
+def fp8_of(linear: nn.Linear, recipe: str = "tensorwise", input_cache: InputCache | None = None, **keys: Any) -> Any:
+    """Return a converted copy; `linear` stays the reference. With "delayed", `fp8_recipe.history` is its own."""
+    config = LinearConfig.model_validate({"recipe": recipe, **keys})
+    if recipe == "delayed":
+        made: Any = DelayedRecipe(config, AmaxHistory(2, [E4M3.max, E5M2.max]), 0, 1)
+        made.input_cache = input_cache
+    else:
+        made = _CLASSES[recipe](config, input_cache)
+    return Fp8Linear.from_linear(copy.deepcopy(linear), made)
+
+
+def attach_payload(linear: Any, recipe: str = "tensorwise", values: Tensor | None = None) -> Fp8Payload:
+    """Put the weight's bytes, or those of `values`, beside it as ZeRO does; the Parameter itself reads NaN then.
+
+    Args:
+        recipe: whose scales the weight has: "tensorwise" for any recipe where masters are split.
+    """
+    weight: Any = linear.weight
+    values = weight.detach() if values is None else values
+    granularity = OF_RECIPE[recipe]
+    scale, scale_inv = granularity.scales(granularity.amax(values.reshape(-1), values.shape))
+    payload = Fp8Payload("weight", scale, scale_inv, weight.dtype)
+    payload.data = payload.quantize(values)
+    weight.data = payload.nominal(weight.shape)
+    weight._fp8 = payload
+    return payload
+
+
+def step_of(linear: Any, x: Tensor, grad_output: Tensor | None = None, function: Any = None) -> list[Any]:
+    """Return output, and gradients of input, weight and bias (None without one). `function` computes in its place."""
+    linear.zero_grad()
+    x = x.clone().requires_grad_()
+    output = linear(x) if function is None else function(x)
+    output.backward(torch.ones_like(output) if grad_output is None else grad_output)
+    return [output.detach(), x.grad, linear.weight.grad, None if linear.bias is None else linear.bias.grad]
+
+
+def saved_bytes(module: nn.Module, x: Tensor) -> tuple[int, Tensor]:
+    """Return how many bytes autograd keeps for backward, each storage once, without parameters; and the output."""
+    storages, parameters = {}, {p.untyped_storage().data_ptr() for p in module.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = module(x)
+    return sum(storages.values()), output
