@@ -12,7 +12,7 @@ import itertools
 import math
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,10 +71,9 @@ AXES = Cell(  # type: ignore[arg-type]
     feature=("plain", "accumulation", "checkpointing", "evaluation", "resume"),
 )
 FIRST = Cell("delayed", "fp32", "2", "llama", "compile", "plain")
-"""Showed the old fault when fused: inductor took two amaxes that one op writes for overlapping memory."""
+"""Inductor once took two amaxes, which one op writes, for overlapping memory in it when it was fused."""
 NUM_SHORT = 10
 """Of the cells, the first ones, which cover most pairs: the short selection."""
-HAS_OLD_FAULT = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
 
 
 # --- cells: each pair of values of two axes is in one of them ---
@@ -226,22 +225,6 @@ def graphs_made_anew() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@contextmanager
-def old_fault() -> Iterator[None]:
-    """Slots of a history are views of one storage again, and nobody looks."""
-    from fp8_ds.numerics.scale import AmaxHistory, AmaxSlot
-    from fp8_ds.ops import _register
-
-    def slot(history: Any, index: int) -> AmaxSlot:
-        vectors = history.amax_local, history.scale, history.scale_inv
-        return AmaxSlot(*(vector.data[index] for vector in vectors), origin=(history, index))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AmaxHistory, "slot", slot)
-        patch.setattr(_register, "_check_written", lambda op, written: None)
-        yield
-
-
 # --- comparison ---
 
 
@@ -294,15 +277,6 @@ def jump(losses: list[float]) -> float:
     return max(after / before for before, after in itertools.pairwise(losses))
 
 
-def assert_shows_old_fault(result: dict[str, dict[str, Worst]]) -> None:
-    """An amax of an up_proj's grad_output is past its bound in the fused compiled engine, and nothing in the others."""
-    lines = exceeded(result)
-    up_projs = tuple(f"grad_output of FP8 layer {index}" for index in (5, 12))
-    assert result["compiled, fused"]["amax"][1].endswith(up_projs), result
-    assert any(line.startswith("compiled, fused: amax") for line in lines), result
-    assert all(line.startswith("compiled, fused:") for line in lines), lines
-
-
 @contextmanager
 def folder_of_states() -> Iterator[str]:
     """In memory where the system has such a folder."""
@@ -310,21 +284,11 @@ def folder_of_states() -> Iterator[str]:
         yield folder
 
 
-def eager_twice(cell: Cell) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """What a fused eager engine sees that saves its states, and what another sees that loads them."""
-    states: list[Any] = []
-    with folder_of_states() as folder:
-        return observe(cell, True, False, folder, states), observe(cell, True, False, folder, states)
-
-
-def compare(
-    cell: Cell, only_fused: bool = False, with_old_fault: bool = False
-) -> tuple[list[float], dict[str, dict[str, Worst]]]:
+def compare(cell: Cell, only_fused: bool = False) -> tuple[list[float], dict[str, dict[str, Worst]]]:
     """Losses of eager, and how far engines of the cell are from eager ones, or a fused eager one from the other."""
-    fault = old_fault() if with_old_fault else nullcontext()
     states: list[Any] = []
     result: dict[str, dict[str, Worst]] = {}
-    with graphs_made_anew(), fault, folder_of_states() as folder:
+    with graphs_made_anew(), folder_of_states() as folder:
         eager = observe(cell, only_fused, False, folder, states)
         fused = eager
         if not only_fused:

@@ -11,10 +11,10 @@ import pytest
 import tensor_parallel as tpar
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import training
 from support.collectives import count_collectives
 from support.inputs import many_scales
+from support.ranks import on_ranks
 from torch import Tensor, nn
 
 from fp8_ds.config import LinearConfig, TensorParallelConfig
@@ -152,8 +152,8 @@ def test_a_gathered_output_moves_one_byte_an_element_and_a_scale_a_token(ranks: 
         assert min(found["sqnr"]) > 20, found["sqnr"]
 
 
-def other_classes() -> list[str]:
-    """The plan and the class of a layer with a forward of its own; one that DeepCompile has muted is refused."""
+@on_ranks(2)
+def test_a_layer_with_a_forward_of_its_own_stays_bf16_and_one_muted_by_deepcompile_is_refused() -> None:
     from fp8_ds.tp.autotp import autotp_linears
 
     layers = ds_layers()
@@ -168,59 +168,10 @@ def other_classes() -> list[str]:
     with pytest.raises(UnsupportedError, match=r"compile\.passes"):
         model[1](torch.zeros(1, 1, 32))
     reset()
-    return [plan.describe(), type(model[0]).__name__]
-
-
-def test_a_layer_with_a_forward_of_its_own_stays_bf16_and_is_named(ranks: Any) -> None:
-    plan, name = ranks(2).run(other_classes)[0]
-    assert "0 (a OwnForward" in plan and name == "OwnForward"
+    assert "0 (a OwnForward" in plan.describe() and type(model[0]) is head
 
 
 # --- in DeepSpeed's engine ---
-
-
-class Fused(nn.Module):
-    """A language model with q, k and v in one linear and gate and up in another; k and v have half of q's heads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(training.VOCABULARY, WIDTH)
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.qkv_proj = nn.Linear(WIDTH, 2 * WIDTH)
-        self.o_proj = nn.Linear(WIDTH, WIDTH)
-        self.gate_up_proj = nn.Linear(WIDTH, 2 * HIDDEN, bias=False)
-        self.down_proj = nn.Linear(HIDDEN, WIDTH, bias=False)
-        self.lm_head = nn.Linear(WIDTH, training.VOCABULARY, bias=False)
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
-        x = self.embedding(input_ids)
-        q, k, v = self.split(self.qkv_proj(self.norms[0](x)), (2, 1, 1))
-        q, k, v = (one.unflatten(-1, (-1, 8)).transpose(1, 2) for one in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.o_proj(y.transpose(1, 2).flatten(2))
-        gate, up = self.split(self.gate_up_proj(self.norms[1](x)), (1, 1))
-        x = x + self.down_proj(F.silu(gate) * up)
-        logits = self.lm_head(x)[:, :-1].float()
-        return type("Output", (), {"loss": F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())})
-
-    @staticmethod
-    def split(x: Tensor, parts: tuple[int, ...]) -> tuple[Tensor, ...]:
-        return x.split([x.shape[-1] * part // sum(parts) for part in parts], dim=-1)
-
-
-FUSED_SPECS = {
-    "use_default_specs": False,
-    "layer_specs": [
-        {"patterns": [r".*o_proj\.weight$", r".*down_proj\.weight$"], "partition_type": "row"},
-        {
-            "patterns": [r".*qkv_proj\.weight$"],
-            "partition_type": "column",
-            "shape": [[WIDTH, WIDTH // 2, WIDTH // 2], -1],
-            "partition_dim": 0,
-        },
-        {"patterns": [r".*gate_up_proj\.weight$"], "partition_type": "column", "shape": [2, -1], "partition_dim": 0},
-    ],
-}
 
 
 def llama() -> Any:
@@ -239,9 +190,7 @@ def llama() -> Any:
     )
 
 
-def autotp_engine(
-    stage: int, fp8: dict[str, Any] | None, tp_size: int = 2, *, model: str = "llama", seed: int = 0, **options: Any
-) -> Any:
+def autotp_engine(stage: int, fp8: dict[str, Any] | None, tp_size: int = 2, *, seed: int = 0, **options: Any) -> Any:
     """An engine that cuts a model over `tp_size` ranks; 1: does not.
 
     Args:
@@ -253,9 +202,7 @@ def autotp_engine(
     import fp8_ds  # noqa: F401
 
     torch.manual_seed(seed)
-    net = llama() if model == "llama" else Fused()
-    if model == "fused" and tp_size > 1:
-        options["partition_config"] = FUSED_SPECS
+    net = llama()
     if factor := options.pop("louder", None):
         with torch.no_grad():
             net.model.layers[0].self_attn.q_proj.weight[WIDTH // 2 :] *= factor
@@ -279,10 +226,8 @@ def destroy(engine: Any) -> None:
 train = partial(tpar.train, is_huggingface=True)
 
 
-def trained(
-    stage: int, fp8: dict[str, Any] | None, tp_size: int, num_steps: int, model: str = "llama", **options: Any
-) -> dict[str, Any]:
-    engine = autotp_engine(stage, fp8, tp_size, model=model, **options)
+def trained(stage: int, fp8: dict[str, Any] | None, tp_size: int, num_steps: int, **options: Any) -> dict[str, Any]:
+    engine = autotp_engine(stage, fp8, tp_size, **options)
     losses, norms = train(engine, tp_size, num_steps)
     kinds = sorted({type(module).__name__ for module in engine.module.modules() if "Linear" in type(module).__name__})
     report = engine.fp8_report() if fp8 is not None else {}
@@ -292,19 +237,15 @@ def trained(
     return {"losses": losses, "norms": norms, "kinds": kinds, "report": report}
 
 
-def copied() -> bool:
-    """Whether a copy of the model computes what the engine does, to the bit."""
+@on_ranks(2)
+def test_a_copy_computes_what_the_engine_does() -> None:
     engine = autotp_engine(2, {"optimizer": {"states": "fp8"}}, 2)
     train(engine, 2, 2)
     batch, again = training.micro_batches(77, 1)[0], copy.deepcopy(engine.module)
     with torch.no_grad():
         expected, found = (model(input_ids=batch).logits for model in (engine, again))
     destroy(engine)
-    return torch.equal(expected, found)
-
-
-def test_a_copy_computes_what_the_engine_does(ranks: Any) -> None:
-    assert ranks(2).run(copied) == [True, True]
+    assert torch.equal(expected, found)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -318,12 +259,9 @@ def test_two_by_two_ranks_train_with_stocks_gradient_norm_and_bytes_of_their_sha
     assert weights <= fp8["report"]["gathered_fp8_bytes"] <= 1.01 * weights
 
 
-@pytest.mark.parametrize("by_call", [False, True])
-def test_fused_and_sub_parameter_layers_train_as_stock(ranks: Any, by_call: bool) -> None:
-    """Beside them: a model that `deepspeed.tp_model_init` has recorded is cut as one of the configuration."""
-    model, kinds = ("llama", "Fp8LinearLayer") if by_call else ("fused", "Fp8SubParamLinearLayer")
-    fp8, bf16 = (ranks(2).run(trained, 2, block, 2, 4, model, by_call=by_call)[0] for block in ({}, None))
-    assert kinds in fp8["kinds"]
+def test_a_model_that_tp_model_init_has_recorded_trains_as_stock(ranks: Any) -> None:
+    fp8, bf16 = (ranks(2).run(trained, 2, block, 2, 4, by_call=True)[0] for block in ({}, None))
+    assert "Fp8LinearLayer" in fp8["kinds"]
     assert fp8["losses"] == pytest.approx(bf16["losses"], abs=0.02)
     assert fp8["norms"] == pytest.approx(bf16["norms"], rel=0.06)
 

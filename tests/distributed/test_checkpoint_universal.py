@@ -15,7 +15,7 @@ from fp8_ds.errors import CheckpointError
 
 pytestmark = pytest.mark.distributed
 
-SOURCES = (1, 2, 3)
+SOURCES = (2, 3)
 
 
 def write_all(folder: str) -> dict[int, tuple[dict[str, Tensor], list[float]]]:
@@ -66,7 +66,7 @@ def read_all(folder: str, targets: list[tuple[int, int]], world: int) -> list[An
 
 # World size -> (source stage, target stage). Both stages of a first round are alike; then they differ.
 Plan = dict[int, list[tuple[int, int]]]
-COVERING: tuple[Plan, Plan] = {1: [(1, 1)], 3: [(3, 3)]}, {1: [(2, 3)], 2: [(3, 1)]}
+COVERING: tuple[Plan, Plan] = {1: [(2, 2)], 3: [(3, 3)]}, {1: [(2, 3)], 2: [(3, 1)]}
 
 
 def test_a_universal_checkpoint_gives_the_same_state_on_any_ranks_and_stage(ranks: Any, tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_universal_checkpoint_gives_the_same_state_on_any_ranks_and_stage(rank
                 assert losses == pytest.approx(expected_losses, rel=2e-3), (world, source, stage)
 
     check(COVERING[0])
-    for source, stage in ((1, 3), (2, 3), (3, 1)):
+    for source, stage in ((2, 3), (3, 1)):
         folder = tmp_path / str(source) / "universal"
         conversion.convert(folder, folder, "universal", stage=stage)
     check(COVERING[1])

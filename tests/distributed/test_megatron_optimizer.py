@@ -13,6 +13,7 @@ import megatron_training as mt
 import pytest
 import torch
 import torch.distributed as dist
+from support.ranks import on_ranks
 from torch import Tensor
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
@@ -218,17 +219,17 @@ def test_split_masters_take_five_bytes_and_no_copy_of_everything(ranks: Any) -> 
 # --- skipped steps ---
 
 
-def skipped() -> dict[str, Any]:
+@on_ranks(2)
+def test_bad_gradient_changes_no_byte_on_any_rank() -> None:
     with run(bf16(True), SPLIT) as training:
         data = mt.batches(8)
         steps(training, 2, data)
         before = local_bytes(training)
         if dist.get_rank() == 1:  # where this rank's own shard is: the other rank has to learn of it
             _own_gradient(training).view(-1)[0] = float("nan")
-        successful, _, _ = training.optimizer.step()
-        after = local_bytes(training)
-        losses = steps(training, 1, data)
-        return {"successful": successful, "before": before, "after": after, "losses": losses}
+        assert not training.optimizer.step()[0]
+        assert_same(before, local_bytes(training))
+        assert all(loss < 10 for loss in steps(training, 1, data))
 
 
 def _own_gradient(training: mt.Training) -> Tensor:
@@ -237,13 +238,6 @@ def _own_gradient(training: mt.Training) -> Tensor:
     start = one._get_model_param_range_map(model_param)["param"].start
     grad: Tensor = model_param.main_grad.view(-1)[start:]
     return grad
-
-
-def test_bad_gradient_changes_no_byte_on_any_rank(ranks: Any) -> None:
-    for result in ranks(2).run(skipped):
-        assert not result["successful"]
-        assert_same(result["before"], result["after"])
-        assert all(loss == loss and loss < 10 for loss in result["losses"])
 
 
 # --- param groups, schedule, precision-aware ---
@@ -503,27 +497,23 @@ def test_an_update_does_not_depend_on_how_weights_are_sharded(ranks: Any) -> Non
     assert num_other <= 3 * 128, num_other
 
 
-def reloaded() -> dict[str, Any]:
-    """Weights are loaded without an optimizer's state: `reload_model_params`."""
+@on_ranks(2)
+def test_weights_loaded_without_states_are_their_own_masters() -> None:
     with run(bf16(True), SPLIT) as training:
         steps(training, 2)
         with torch.no_grad():
             for p in training.module.parameters():
                 p.fill_(0.125)
         training.optimizer.reload_model_params()
-        return {key: value for key, value in masters(training).items() if key.endswith(" param")}
-
-
-def test_weights_loaded_without_states_are_their_own_masters(ranks: Any) -> None:
-    for name, value in ranks(2).run(reloaded)[0].items():
-        assert (value == 0.125).all(), name
+        assert all((value == 0.125).all() for key, value in masters(training).items() if key.endswith(" param"))
 
 
 # --- what Megatron's training code reads ---
 
 
-def params_norms() -> tuple[float, float]:
-    """As --log-params-norm takes it, of the shards in `main_param`; and of the weights."""
+@on_ranks(2)
+def test_the_norm_of_parameters_is_that_of_the_weights() -> None:
+    """As --log-params-norm takes it, of the shards in `main_param`."""
     with run(bf16(True), SPLIT) as training:
         steps(training, 2)
         params = list(training.module.parameters())
@@ -531,9 +521,5 @@ def params_norms() -> tuple[float, float]:
         squares = [p.main_param.float().square().sum() for p in params if p.main_param is not None]
         total = torch.stack([torch.zeros(()), *squares]).sum()
         dist.all_reduce(total)
-        return float(total.sqrt()), float(torch.cat([p.detach().float().view(-1) for p in params]).norm())
-
-
-def test_the_norm_of_parameters_is_that_of_the_weights(ranks: Any) -> None:
-    for logged, own in ranks(2).run(params_norms):
-        assert logged == pytest.approx(own, rel=1e-5)
+        expected = torch.cat([p.detach().float().view(-1) for p in params]).norm()
+        assert float(total.sqrt()) == pytest.approx(float(expected), rel=1e-5)

@@ -12,16 +12,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import training
-from support.collectives import count_collectives
-from support.ranks import RankError
+from support.ranks import RankError, on_ranks
 from torch import Tensor, nn
 
-from fp8_ds.config import LinearConfig, TensorParallelConfig
-from fp8_ds.errors import UnsupportedError
+from fp8_ds.config import LinearConfig
+from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.nn.plan.convert import apply_plan
 from fp8_ds.nn.plan.plan import make_plan
 from fp8_ds.testing import assert_bitwise, sqnr_db
-from fp8_ds.tp import LLAMA, QWEN3, configure, parallelize
+from fp8_ds.tp import LLAMA, QWEN3, parallelize
 
 pytestmark = pytest.mark.distributed
 
@@ -83,7 +82,7 @@ def whole(model: nn.Module, name: str, tensor: Tensor, tp: Any) -> Tensor:
 
 
 def in_high_precision(sequence_parallel: bool, bias: bool, checkpointing: bool) -> dict[str, float]:
-    """SQNR of the loss and all gradients, float32, against the whole model; smallest first."""
+    """Return the SQNR of the loss and all gradients, float32, against the whole model."""
     tp_group = tpar.groups(dist.get_world_size()).tp_group
     reference, model = llama(bias=bias), llama(bias=bias)
     if tp_group.rank() > 0:  # what is replicated comes from the first rank
@@ -102,7 +101,7 @@ def in_high_precision(sequence_parallel: bool, bias: bool, checkpointing: bool) 
     found = {"loss": sqnr_db(losses[0], losses[1])}
     for name, p in reference.named_parameters():
         found[name] = sqnr_db(p.grad, whole(model, name, model.get_parameter(name).grad, tp))
-    return dict(sorted(found.items(), key=lambda item: item[1]))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -120,8 +119,8 @@ def test_cut_in_high_precision_every_gradient_is_that_of_the_whole_model(
 FROZEN = ("o_proj.bias", "down_proj.bias", "layernorm.weight")
 
 
-def unfrozen() -> dict[str, float]:
-    """SQNR of gradients of what trains only after the model has been cut, against the whole model."""
+@on_ranks(2)
+def test_what_is_frozen_when_the_model_is_sharded_has_its_whole_gradient_once_it_trains() -> None:
     reference, model = llama(bias=True), llama(bias=True)
     late = [p for name, p in model.named_parameters() if name.endswith(FROZEN)]
     for p in late:
@@ -135,65 +134,9 @@ def unfrozen() -> dict[str, float]:
         p.requires_grad_(True)
     for one in (reference, model):
         one(tokens).backward()
-    found = {}
     for name, p in reference.named_parameters():
         if name.endswith(FROZEN):
-            found[name] = sqnr_db(p.grad, whole(model, name, model.get_parameter(name).grad, tp))
-    return found
-
-
-def test_what_is_frozen_when_the_model_is_cut_has_its_whole_gradient_once_it_trains(ranks: Any) -> None:
-    for found in ranks(2).run(unfrozen):
-        assert len(found) == 4 * LAYERS and min(found.values()) > 85, found
-
-
-def block_traffic(recipe: str | None, sequence_parallel: bool = True) -> dict[str, Any]:
-    """Collectives of one attention block and one MLP, forward and backward, beside those of norms, at the borders."""
-    model = llama(torch.bfloat16)
-    tp = parallelize(model, LLAMA, tpar.groups(2).tp_group, sequence_parallel=sequence_parallel)
-    if recipe is not None:
-        configure(model, TensorParallelConfig(), recipe)
-        to_fp8(model, recipe)
-    tokens = training.micro_batches(0, 1)[0]
-    model(tokens).backward()
-    layer = model.model.model.layers[1]  # ranks compare their batches at the first
-    found = {}
-    for name, block in (("attention", layer.self_attn), ("mlp", layer.mlp)):
-        x = torch.randn(1, 64, 64, dtype=torch.bfloat16, requires_grad=True)
-        inputs: dict[str, Any] = {}
-        if name == "attention":
-            positions = torch.arange(32)[None]
-            inputs = {"position_embeddings": model.model.model.rotary_emb(x, positions), "attention_mask": None}
-        if not sequence_parallel:
-            x = x.detach().view(2, 32, 64).requires_grad_()
-        with count_collectives() as forward:
-            output = block(x, **inputs)
-            output = output[0] if name == "attention" else output
-        assert output.shape == x.shape
-        with count_collectives() as backward:
-            output.float().square().sum().backward()
-        found[name] = [(count.calls, count.num_bytes) for count in (forward, backward)]
-    assert len(tp.inputs) == 0  # nothing outlives its readers
-    return found
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
-def test_an_attention_block_and_an_mlp_have_two_collectives_each_way(ranks: Any, recipe: str) -> None:
-    found = ranks(2).run(block_traffic, recipe)[0]
-    for name, (forward, backward) in found.items():
-        # q, k and v, and gate and up, share one gather, and their gradients one reduce-scatter; o and down the reverse.
-        assert forward[0] == backward[0] == {"all_gather": 1, "reduce_scatter": 1}, name
-        elements = 128 * 64
-        assert elements < forward[1]["all_gather"] <= elements * 1.1, name
-        assert elements < backward[1]["all_gather"] <= elements * 1.1, name
-        assert forward[1]["reduce_scatter"] == backward[1]["reduce_scatter"] == elements
-
-
-def test_in_high_precision_and_without_sequence_parallelism_it_is_what_others_do(ranks: Any) -> None:
-    for forward, backward in ranks(2).run(block_traffic, None)[0].values():
-        assert forward[0] == backward[0] == {"all_gather": 1, "reduce_scatter": 1}
-    for forward, backward in ranks(2).run(block_traffic, "tensorwise", False)[0].values():
-        assert forward[0] == backward[0] == {"all_reduce": 1}
+            assert sqnr_db(p.grad, whole(model, name, model.get_parameter(name).grad, tp)) > 85, name
 
 
 # --- in DeepSpeed's engine ---
@@ -285,59 +228,21 @@ def test_fp8_states_and_clipping_work_on_a_shard_as_on_a_whole(ranks: Any) -> No
     assert parts["losses"] == pytest.approx(whole["losses"], abs=0.03)
 
 
-def replicated_differences(stage: int) -> dict[str, bool]:
-    """Which masters of Parameters that are not cut differ over the tensor-parallel ranks, after some steps."""
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2)
+def test_with_fp8_states_what_is_not_sharded_stays_the_same_on_all_ranks(stage: int) -> None:
     block = {"optimizer": {"states": "fp8", "master": "e4m11"}}
     engine = tp_engine(engine_config(stage, block, 2), 2)
     train(engine, 2, 4)
-    found = {}
     masters = training.full_masters(engine)
-    for name, p in engine.module.named_parameters():
-        if not getattr(p, "tensor_model_parallel", False):
-            own = masters[name].float().contiguous()
-            rows = [torch.empty_like(own) for _ in range(2)]
-            dist.all_gather(rows, own)
-            found[name] = not torch.equal(*rows)
+    whole = [name for name, p in engine.module.named_parameters() if not getattr(p, "tensor_model_parallel", False)]
+    assert len(whole) == 2 * LAYERS + 3
+    for name in whole:
+        own = masters[name].float().contiguous()
+        rows = [torch.empty_like(own) for _ in range(2)]
+        dist.all_gather(rows, own)
+        assert torch.equal(*rows), name
     destroy(engine)
-    return found
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_with_fp8_states_what_is_not_cut_stays_the_same_on_all_ranks(ranks: Any, stage: int) -> None:
-    found = ranks(2).run(replicated_differences, stage)[0]
-    assert len(found) == 2 * LAYERS + 3 and not any(found.values()), found
-
-
-def loss_curves(ranks: Any, num_steps: int) -> dict[str, Tensor]:
-    """Losses on the same batches, in bf16 and FP8, whole and sharded."""
-    cases: dict[str, tuple[int, dict[str, Any] | None, int]] = {
-        "bf16": (2, None, 1),
-        "bf16 tp": (2, None, 2),
-        "fp8": (2, {}, 1),
-        "fp8 tp": (2, {}, 2),
-        "fp8 tp dp": (4, {}, 2),
-    }
-    return {
-        name: torch.tensor(ranks(world).run(trained, 2, block, tp_size, num_steps)[0]["losses"])
-        for name, (world, block, tp_size) in cases.items()
-    }
-
-
-def distance(one: Tensor, other: Tensor) -> float:
-    return float((one - other).abs().mean())
-
-
-def test_tensor_parallelism_takes_fp8_no_further_from_bf16_than_bf16_is_from_itself(ranks: Any) -> None:
-    """Steps of FP8 differ by its rounding, some six times bf16's, with or without tensor parallelism. Whether that adds
-    anything is told by the distance from bf16: it may grow by what bf16 loses to another order of its sums."""
-    curves = loss_curves(ranks, 24)
-    own = float((curves["bf16"] - curves["bf16 tp"]).abs().max())
-    assert 0 < own < 0.02
-    on_one = distance(curves["fp8"], curves["bf16"])
-    for name in ("fp8 tp", "fp8 tp dp"):
-        assert distance(curves[name], curves["bf16"]) < on_one + own, (name, own, on_one)
-        assert abs(float((curves[name] - curves["bf16"])[-10:].mean())) < 0.02
-    assert distance(curves["fp8 tp"], curves["fp8 tp dp"]) < own
 
 
 # --- checkpoints ---
@@ -476,8 +381,9 @@ def test_a_model_or_group_that_does_not_fit_is_an_error_on_every_rank(ranks: Any
         assert found.startswith("ConfigError: ") and expected in found, found
 
 
-def normed_queries(plan: Any, sequence_parallel: bool) -> dict[str, float] | str:
-    """Of a Qwen3: SQNR of the gradients of its norms, or the error."""
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@on_ranks(2)
+def test_norms_of_queries_and_keys_have_the_gradients_of_all_heads(sequence_parallel: bool) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -493,71 +399,52 @@ def normed_queries(plan: Any, sequence_parallel: bool) -> dict[str, float] | str
     )
     reference = Qwen3ForCausalLM(config)
     model = copy.deepcopy(reference)
-    tp_group = tpar.groups(dist.get_world_size()).tp_group
-    found = message(lambda: parallelize(model, plan, tp_group, sequence_parallel=sequence_parallel))
-    if found:
-        return found
+    parallelize(model, QWEN3, tpar.groups(2).tp_group, sequence_parallel=sequence_parallel)
     tokens = training.micro_batches(0, 1)[0][:, :32]
     for one in (reference, model):
         logits = one(input_ids=tokens).logits
         F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
     norms = [(name, p) for name, p in reference.named_parameters() if p.dim() == 1]
-    return {name: sqnr_db(p.grad, model.get_parameter(name).grad) for name, p in norms}
-
-
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_norms_of_queries_and_keys_have_the_gradients_of_all_heads(ranks: Any, sequence_parallel: bool) -> None:
-    pytest.importorskip("transformers.models.qwen3")
-    for found in ranks(2).run(normed_queries, QWEN3, sequence_parallel):
-        assert len(found) == 5 and min(found.values()) > 100, found
-
-
-def wrong_batch(case: str) -> str:
-    model = llama()
-    parallelize(model, LLAMA, tpar.groups(dist.get_world_size()).tp_group)
-    if case == "values":
-        return message(model, training.micro_batches(dist.get_rank(), 1)[0])
-    length = {"lengths": 33 if dist.get_rank() else 17, "does not divide": 6}[case]
-    return message(model, training.micro_batches(0, 1)[0][:3, :length])
+    assert len(norms) == 5
+    for name, p in norms:
+        assert sqnr_db(p.grad, model.get_parameter(name).grad) > 100, name
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("case", "expected"), [("lengths", "first batch"), ("values", "'values "), ("does not divide", "divisible by")]
 )
-def test_a_first_batch_that_does_not_fit_is_an_error_on_every_rank(ranks: Any, case: str, expected: str) -> None:
-    for found in ranks(4).run(wrong_batch, case):
-        assert expected in found, found
+@on_ranks(4)
+def test_a_first_batch_that_does_not_fit_is_an_error_on_every_rank(case: str, expected: str) -> None:
+    model = llama()
+    parallelize(model, LLAMA, tpar.groups(4).tp_group)
+    length = {"lengths": 33 if dist.get_rank() else 17, "does not divide": 6, "values": None}[case]
+    tokens = training.micro_batches(dist.get_rank() if case == "values" else 0, 1)[0]
+    with pytest.raises((ValueError, RuntimeError), match=expected):
+        model(tokens if length is None else tokens[:3, :length])
 
 
-def wrong_later_batch(case: str, sequence_parallel: bool) -> str:
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("case", "sequence_parallel"), [("lengths", True), ("values", False)])
+@on_ranks(2)
+def test_a_later_batch_that_differs_is_an_error_on_every_rank(case: str, sequence_parallel: bool) -> None:
     model = llama()
     parallelize(model, LLAMA, tpar.groups(2).tp_group, sequence_parallel=sequence_parallel)
     rank = dist.get_rank()
     for length in (33, 17, 33):  # batches may change, as long as they do it together
         model(training.micro_batches(0, 1)[0][:, :length]).backward()
-    if case == "values":
-        return message(model, training.micro_batches(rank, 1)[0])
-    return message(model, training.micro_batches(0, 1)[0][:, : 17 if rank else 33])
+    tokens = training.micro_batches(rank if case == "values" else 0, 1)[0]
+    with pytest.raises(ConfigError, match="batch: "):
+        model(tokens if case == "values" else tokens[:, : 17 if rank else 33])
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(("case", "sequence_parallel"), [("lengths", True), ("values", False)])
-def test_a_later_batch_that_differs_is_an_error_on_every_rank(ranks: Any, case: str, sequence_parallel: bool) -> None:
-    for found in ranks(2).run(wrong_later_batch, case, sequence_parallel):
-        assert found.startswith("ConfigError: batch: "), found
-
-
-def host_groups() -> list[int]:
+@on_ranks(4)
+def test_ranks_of_a_group_that_is_not_gloos_get_one_to_compare_in_by_themselves() -> None:
     from fp8_ds.tp.group import new_host_group
 
     made = new_host_group(tpar.groups(2).tp_group)
-    found = torch.tensor([dist.get_rank()])
-    dist.all_reduce(found, group=made)
-    ranks = dist.get_process_group_ranks(made)
+    total = torch.tensor([dist.get_rank()])
+    dist.all_reduce(total, group=made)
+    expected = [0, 1] if dist.get_rank() < 2 else [2, 3]
+    assert dist.get_process_group_ranks(made) == expected and int(total) == sum(expected)
     dist.destroy_process_group(made)
-    return [*ranks, int(found)]
-
-
-def test_ranks_of_a_group_that_is_not_gloos_get_one_to_compare_in_by_themselves(ranks: Any) -> None:
-    assert ranks(4).run(host_groups) == [[0, 1, 1], [0, 1, 1], [2, 3, 5], [2, 3, 5]]

@@ -20,9 +20,3 @@ def test_compiled_trains_as_eager(gpu_ranks: Any, cell: cells.Cell) -> None:
     ((losses, result),) = gpu_ranks(1).run(cells.compare, cell)
     assert cells.exceeded(result) == [], result
     assert cells.jump(losses) >= cells.JUMP, losses
-
-
-@pytest.mark.skipif(not cells.HAS_OLD_FAULT, reason="torch 2.13 clones the right bytes of a view")
-def test_the_old_fault_is_seen(gpu_ranks: Any) -> None:
-    ((_, result),) = gpu_ranks(1).run(cells.compare, cells.FIRST, only_fused=True, with_old_fault=True)
-    cells.assert_shows_old_fault(result)

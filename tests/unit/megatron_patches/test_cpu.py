@@ -36,30 +36,12 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return found
 
 
-def test_a_fresh_clone_gets_that_of_the_installed_one(tmp_path: Path, installed: Path) -> None:
-    clone = folder(tmp_path, "clone")
-    assert cpu.copy_helper(clone)
-    assert (clone / NAME).read_text() == "installed"
-
-
 def test_a_torch_for_cuda_has_no_device_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed's import makes torch count devices, of which Megatron is told that there is one."""
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     monkeypatch.setattr("torch.cuda._is_compiled", lambda: True)
     with cpu.on_cpu():
         assert cpu.torch.cuda.device_count() == 1 and not cpu.torch.cuda.is_available()
-
-
-def test_its_own_is_kept(tmp_path: Path, installed: Path) -> None:
-    clone = folder(tmp_path, "clone", "own")
-    assert cpu.copy_helper(clone)
-    assert (clone / NAME).read_text() == "own"
-
-
-def test_without_an_installed_one_nothing_is_there(tmp_path: Path, installed: Path) -> None:
-    (installed / NAME).unlink()
-    clone = folder(tmp_path, "clone")
-    assert not cpu.copy_helper(clone) and not list(clone.iterdir())
 
 
 @pytest.mark.parametrize(("rank", "is_installed", "num_compiled"), [(0, True, 0), (0, False, 1), (1, False, 0)])

@@ -125,15 +125,6 @@ def test_what_is_there_before_goes_and_forwards_leave_nothing() -> None:
     assert kept(weights) == 0
 
 
-def test_twice_is_as_once() -> None:
-    model, _, seen = build()
-    transposes.drop_all([model])
-    transposes.drop_all([model])
-    assert all(len(module._forward_hooks) == len(module._forward_pre_hooks) == 1 for module in model)
-    train(model)
-    assert seen == [1] * 6
-
-
 def test_gathers_make_transposes_of_other_weights_only() -> None:
     ours, weights, _ = build()
     others, kept_weights, _ = build()
