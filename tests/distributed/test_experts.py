@@ -191,39 +191,6 @@ def test_the_monitor_has_rows_of_experts_and_counts_them_as_covered(ranks: Any) 
     assert all(kinds[kind]["amax"] > 0 for kind in ("input", "weight", "grad_output"))
 
 
-def left_out(stage: int, fp8: dict[str, Any], left: tuple[str, ...]) -> dict[str, Any]:
-    """A start where these weights of the second layer's experts are in no parameter group."""
-    import deepspeed
-
-    import fp8_ds  # noqa: F401
-
-    torch.manual_seed(0)
-    net = MoeLM("mixtral", False)
-    names = tuple(f"layers.1.mlp.experts.{name}" for name in left)
-    trained = [p for name, p in net.named_parameters() if not name.endswith(names)]
-    with training.log_lines() as said:
-        engine = deepspeed.initialize(model=net, config=training.ds_config(stage, fp8), model_parameters=trained)[0]
-    losses = training.train(engine, 2)
-    found = {"losses": losses, "plan": engine.fp8_report()["plan"], "weights": list(engine.fp8.weights), "said": said}
-    found["class"] = type(engine.module.lm.model.layers[1].mlp.experts).__name__
-    training.destroy(engine)
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "fp8", "left"), [(2, {}, ("down_proj",)), (3, DELAYED, ("gate_up_proj", "down_proj"))]
-)
-def test_a_weight_without_a_master_stays_bf16_beside_the_other(
-    ranks: Any, stage: int, fp8: dict[str, Any], left: tuple[str, ...]
-) -> None:
-    found = ranks(2).run(left_out, stage, fp8, left)[0]
-    assert all(f"layers.1.mlp.experts.{name} (in no parameter group)" in found["plan"] for name in left)
-    assert not [name for name in found["weights"] if name.endswith(tuple(f"1.mlp.experts.{name}" for name in left))]
-    assert found["class"] == ("Fp8Experts" if len(left) == 1 else "MixtralExperts")
-    assert len(found["weights"]) == 12 - len(left) and found["losses"][1] < found["losses"][0]
-
-
 def universal(stage: int, folder: str, loads: bool) -> dict[str, Any]:
     """Of a run that saves, or loads what was made universal: the state then, and the losses of two steps."""
     engine = build(stage, DELAYED, seed=int(loads), **({"checkpoint": {"load_universal": True}} if loads else {}))

@@ -13,6 +13,9 @@ import test_autotp as autotp
 import test_tp_llama as tp_llama
 import torch
 import training
+from support.ranks import on_ranks
+
+from fp8_ds.errors import ConfigError
 
 pytestmark = pytest.mark.distributed
 
@@ -70,8 +73,9 @@ def test_watching_changes_no_loss_and_all_ranks_see_the_same(
                 assert one["saturation"] < 0.01
 
 
-def switching() -> list[Any]:
-    """Reports of five steps: bf16 in the first two, and in the fifth one layer by a call, one by the longest key."""
+@on_ranks(2)
+def test_a_report_is_of_its_own_step_where_layers_change_after_it() -> None:
+    """Five steps: bf16 in the first two, and in the fifth one layer by a call, one by the longest key."""
     fp8 = {"monitor": {"every": 1, "sink": "/dev/null"}, "schedule": {"bf16_until_step": 2, "layers": {"0.up": "bf16"}}}
     engine = training.build(training.ds_config(2, fp8))
     reports: list[Any] = []
@@ -80,17 +84,11 @@ def switching() -> list[Any]:
     engine.set_layer_precision("blocks.1.down", "bf16")
     training.train(engine, 1, 4)
     training.destroy(engine)
-    return reports
-
-
-def test_a_report_is_of_its_own_step_where_layers_change_after_it(ranks: Any) -> None:
-    """It counted the layers of the step after, beside the statistics of this one."""
-    for reports in ranks(2).run(switching):
-        assert [report["layers_in_bf16"] for report in reports] == [6, 6, 1, 1, 2]
-        for report in reports:
-            assert sum(not kinds for kinds in report["layers"].values()) == report["layers_in_bf16"]
-        coverage = [report["coverage"] for report in reports]
-        assert coverage[:2] == [0, 0] and coverage[2] == coverage[3] > coverage[4] > 0
+    assert [report["layers_in_bf16"] for report in reports] == [6, 6, 1, 1, 2]
+    for report in reports:
+        assert sum(not kinds for kinds in report["layers"].values()) == report["layers_in_bf16"]
+    coverage = [report["coverage"] for report in reports]
+    assert coverage[:2] == [0, 0] and coverage[2] == coverage[3] > coverage[4] > 0
 
 
 def evaluating(trains_in_eval: bool) -> list[list[int]]:
@@ -247,36 +245,14 @@ def autotp_run(fp8: dict[str, Any]) -> tuple[list[float], set[str]]:
     return losses, names[0] if names else set()
 
 
-def refused() -> str:
-    from fp8_ds.errors import ConfigError
-
-    try:
-        training.destroy(training.build(training.ds_config(2, {"monitor": {"every": 2}})))
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def listened_without_a_monitor() -> str:
-    from fp8_ds.errors import ConfigError
-
+@on_ranks(2)
+def test_a_monitor_that_nobody_reads_and_a_listener_that_nobody_would_call_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"fp8\.monitor\.sink"):
+        training.build(training.ds_config(2, {"monitor": {"every": 2}}))
     engine = training.build(training.ds_config(2, {}))
-    try:
+    with pytest.raises(ConfigError, match="add_fp8_listener"):
         engine.add_fp8_listener(print)
-    except ConfigError as error:
-        return str(error)
-    finally:
-        training.destroy(engine)
-    return ""
-
-
-def test_a_listener_that_nobody_would_call_is_refused(ranks: Any) -> None:
-    messages = ranks(2).run(listened_without_a_monitor)
-    assert all("add_fp8_listener: expected" in one and '"monitor": {"every": 100}' in one for one in messages)
-
-
-def test_a_monitor_that_nobody_reads_is_refused(ranks: Any) -> None:
-    assert all("fp8.monitor.sink: expected a path" in message for message in ranks(2).run(refused))
+    training.destroy(engine)
 
 
 def lines_of_skipped_steps(stage: int, fp8: dict[str, Any], waits: bool, bad: set[int]) -> list[int]:

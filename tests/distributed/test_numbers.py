@@ -12,6 +12,7 @@ import pytest
 import test_checkpoint as base
 import torch
 import training
+from support.ranks import on_ranks
 from torch import Tensor
 
 pytestmark = pytest.mark.distributed
@@ -145,7 +146,9 @@ def test_outliers_of_1e4_and_zeros_stay_finite_and_train_as_bf16(ranks: Any, kin
             assert max(abs(a - b) for a, b in zip(losses, stock, strict=True)) < bound, (recipe, losses, stock)
 
 
-def batch_of_zeros(stage: int, recipe: str) -> list[float]:
+@pytest.mark.parametrize(("stage", "recipe"), zip((3, 2, 3, 1), RECIPES, strict=True))
+@on_ranks(2)
+def test_a_batch_of_zeros_is_a_batch(stage: int, recipe: str) -> None:
     engine = build(stage, {"linear": {"recipe": recipe}})
     losses = training.train(engine, 1)
     tokens = torch.zeros(training.MICRO_BATCH, training.LENGTH + 1, dtype=torch.int64)
@@ -156,14 +159,7 @@ def batch_of_zeros(stage: int, recipe: str) -> list[float]:
         losses.append(float(loss))
     losses += training.train(engine, 1, first_step=1)
     training.destroy(engine)
-    return losses
-
-
-@pytest.mark.parametrize(("stage", "recipe"), zip((3, 2, 3, 1), RECIPES, strict=True))
-def test_a_batch_of_zeros_is_a_batch(ranks: Any, stage: int, recipe: str) -> None:
-    for losses in ranks(2).run(batch_of_zeros, stage, recipe):
-        assert all(math.isfinite(loss) for loss in losses)
-        assert losses[2] < losses[1]
+    assert all(math.isfinite(loss) for loss in losses) and losses[2] < losses[1]
 
 
 @patch.multiple("fp8_ds.monitor.guard", SATURATION=0.1, UNDERFLOW=1.0)
@@ -208,8 +204,9 @@ def test_where_the_loss_spikes_the_guard_names_what_saturates_and_sends_it_to_bf
 # --- weights ---
 
 
-def set_by_the_user(stage: int, recipe: str, factor: float) -> dict[str, Any]:
-    """A weight's master is multiplied by `factor` between steps."""
+@pytest.mark.parametrize(("stage", "recipe", "factor"), [(3, "tensorwise", 64.0), (1, "delayed", 0.0)])
+@on_ranks(2)
+def test_a_weight_set_between_steps_has_the_scale_of_its_new_values(stage: int, recipe: str, factor: float) -> None:
     from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
     engine = build(stage, {"linear": {"recipe": recipe}}, optimizer={"params": {"lr": 1e-6, "torch_adam": True}})
@@ -220,15 +217,6 @@ def set_by_the_user(stage: int, recipe: str, factor: float) -> dict[str, Any]:
     losses = training.train(engine, 2, first_step=2)
     masters, state = training.full_masters(engine), training.fp8_state(engine)
     training.destroy(engine)
-    return {"before": before.cpu(), "masters": masters, "state": state, "losses": losses}
-
-
-@pytest.mark.parametrize(("stage", "recipe", "factor"), [(3, "tensorwise", 64.0), (1, "delayed", 0.0)])
-def test_a_weight_set_between_steps_has_the_scale_of_its_new_values(
-    ranks: Any, stage: int, recipe: str, factor: float
-) -> None:
-    for result in ranks(2).run(set_by_the_user, stage, recipe, factor):
-        name = "blocks.1.up.weight"
-        torch.testing.assert_close(result["masters"][name], result["before"] * factor, rtol=1e-3, atol=1e-4)
-        training.assert_fp8_follows_masters(result["state"], result["masters"])
-        assert all(math.isfinite(loss) for loss in result["losses"])
+    torch.testing.assert_close(masters["blocks.1.up.weight"], before * factor, rtol=1e-3, atol=1e-4)
+    training.assert_fp8_follows_masters(state, masters)
+    assert all(math.isfinite(loss) for loss in losses)

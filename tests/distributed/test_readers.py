@@ -7,13 +7,13 @@ import io
 import math
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import training
+from support.ranks import on_ranks
 from torch.utils.checkpoint import checkpoint
 
 import fp8_ds
@@ -100,7 +100,10 @@ def test_gathered_parameters_write_until_the_masters_win_at_the_next_step(ranks:
         assert theirs["losses"][2] == theirs["losses"][0]  # as in stock
 
 
-def moved_to_where_it_is(stage: int) -> None:
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2)
+def test_moving_a_model_to_where_it_is_changes_no_weight(stage: int) -> None:
+    """As `deepspeed.init_inference(engine.module)` does, whose scales were rounded; in stage 3 it was an error."""
     engine = training.build(training.ds_config(stage, {}))
     training.train(engine, 2)
     batch, state = training.micro_batches(9, 1)[0], training.fp8_state(engine)
@@ -110,12 +113,6 @@ def moved_to_where_it_is(stage: int) -> None:
         assert float(engine(batch)) == before
     training.assert_fp8_equals(training.fp8_state(engine), state)
     training.destroy(engine)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_moving_a_model_to_where_it_is_changes_no_weight(ranks: Any, stage: int) -> None:
-    """As `deepspeed.init_inference(engine.module)` does, whose scales were rounded; in stage 3 it was an error."""
-    ranks(2).run(moved_to_where_it_is, stage)
 
 
 def safe_functions(stage: int, fp8: dict[str, Any] | None) -> dict[str, Any]:
@@ -314,36 +311,6 @@ def test_evaluation_has_the_loss_of_training_and_leaves_no_trace(ranks: Any, sta
         assert with_evaluation["losses"] == without["losses"]
 
 
-def reads_of_users() -> dict[str, float]:
-    """What loggers, moving averages and exporters do between steps of ZeRO-2."""
-    engine = training.build(training.ds_config(2, {}))
-    training.train(engine, 2)
-    state = training.fp8_state(engine)
-    average = {n: torch.zeros(p.shape) for n, p in engine.module.named_parameters()}
-    for name, p in engine.module.named_parameters():
-        average[name].lerp_(p.data.float(), 1.0)
-    plain = engine.module.state_dict()
-    wrong = 0.0
-    for name, (data, scale_inv) in state.items():
-        true = (data.view(torch.float8_e4m3fn).float() * scale_inv).bfloat16()
-        p = dict(engine.module.named_parameters())[name]
-        x = torch.ones(1, p.shape[1], dtype=torch.bfloat16)
-        for got, expected in (
-            (plain[name], true),
-            (average[name].bfloat16(), true),
-            (F.linear(x, p).detach(), F.linear(x, true)),
-        ):
-            wrong += float((got - expected).abs().sum())
-    nan = sum(int(tensor.isnan().sum()) for tensor in plain.values())
-    training.destroy(engine)
-    return {"wrong": wrong, "nan": nan, "num": len(state)}
-
-
-def test_users_read_true_values_between_steps(ranks: Any) -> None:
-    for result in ranks(2).run(reads_of_users):
-        assert result == {"wrong": 0.0, "nan": 0, "num": 6}
-
-
 def assigned(stage: int, fp8: dict[str, Any] | None, how: str) -> dict[str, Any]:
     """The second block's weights are the first's by `how`: what they read as, and after a step at a rate of zero."""
     engine = training.build(training.ds_config(stage, fp8, optimizer={"params": {"lr": 0.0, "torch_adam": True}}))
@@ -381,7 +348,14 @@ def test_a_weight_that_is_assigned_another_has_its_values_until_the_next_step(
             assert torch.equal(ours["after"], target)
 
 
-def refreshed(stage: int, fp8: dict[str, Any], how: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "fp8", "how"),
+    [(2, {}, "rows"), (2, {"linear": {"recipe": "blockwise"}}, "load_state_dict"), (3, {}, "rows")],
+)
+@on_ranks(2)
+def test_refreshed_masters_are_what_was_written_and_not_its_rounding_to_fp8(
+    stage: int, fp8: dict[str, Any], how: str
+) -> None:
     """Weights are written by hand, and `refresh_fp32_params` makes masters of them."""
     import deepspeed
 
@@ -411,17 +385,6 @@ def refreshed(stage: int, fp8: dict[str, Any], how: str) -> None:
         pair = [x if is_exact else x.bfloat16() for x in (master, expected[key])]
         assert torch.equal(*pair), key
     training.destroy(engine)
-
-
-@pytest.mark.parametrize(
-    ("stage", "fp8", "how"),
-    [(2, {}, "rows"), (2, {"linear": {"recipe": "blockwise"}}, "load_state_dict"), (3, {}, "rows")],
-)
-def test_refreshed_masters_are_what_was_written_and_not_its_rounding_to_fp8(
-    ranks: Any, stage: int, fp8: dict[str, Any], how: str
-) -> None:
-    """In stages 1 and 2 they were what the FP8 bytes held: 2.6 % off, in the elements as well that nobody wrote."""
-    ranks(2).run(refreshed, stage, fp8, how)
 
 
 def replace_data(engine: Any, how: str) -> None:
@@ -484,8 +447,11 @@ def test_parameters_follow_their_masters_again_after_their_data_was_replaced(
             assert torch.equal(p, expected[name]), name
 
 
-def loaded_over_replaced(stage: int, fp8: dict[str, Any], how: str, folder: str) -> list[str]:
-    """Parameters outside FP8 that a load, or an offload, leaves other than a checkpoint, or a user, has them."""
+@pytest.mark.parametrize(("stage", "fp8", "how"), [(2, {}, "load"), (1, SPLIT, "load the module"), (2, {}, "offload")])
+@on_ranks(2)
+def test_a_load_or_an_offload_reaches_parameters_whose_data_was_replaced(
+    stage: int, fp8: dict[str, Any], how: str, folder: str
+) -> None:
     import deepspeed
 
     engine = training.build(training.ds_config(stage, fp8))
@@ -511,44 +477,7 @@ def loaded_over_replaced(stage: int, fp8: dict[str, Any], how: str, folder: str)
     training.train(engine, 1, first_step=3)
     wrong += [f"{name} after a step" for name in far_from(training.full_masters(engine), outside)]
     training.destroy(engine)
-    return wrong
-
-
-@pytest.mark.parametrize(("stage", "fp8", "how"), [(2, {}, "load"), (1, SPLIT, "load the module"), (2, {}, "offload")])
-def test_a_load_reaches_parameters_whose_data_was_replaced(
-    ranks: Any, stage: int, fp8: dict[str, Any], how: str, tmp_path: Path
-) -> None:
-    assert ranks(2).run(loaded_over_replaced, stage, fp8, how, str(tmp_path)) == [[], []]
-
-
-def data_of_before() -> list[str]:
-    """Weights whose `.data` of before steps, a load and a change of precision is not what they read as after it."""
-    engine = training.build(training.ds_config(2, SPLIT))
-    data = {name: p.data for name, p in engine.fp8.weights.items()}
-    first, wrong = {name: kept.clone() for name, kept in data.items()}, []
-
-    def compare(what: str) -> None:
-        for name, p in engine.fp8.weights.items():
-            if not torch.equal(data[name].clone(), p.detach()):
-                wrong.append(f"{name} {what}")
-
-    training.train(engine, 2)
-    if any(torch.equal(data[name].clone(), kept) for name, kept in first.items()):
-        wrong.append("a weight did not move")
-    compare("after steps")
-    engine.set_layer_precision("blocks.1", "bf16")
-    compare("in bf16")
-    training.train(engine, 1, first_step=2)
-    compare("after a step in bf16")
-    engine.load_module_state_dict({"module": {n: value + 1 for n, value in engine.module.state_dict().items()}})
-    compare("after a load")
-    training.destroy(engine)
-    return wrong
-
-
-def test_data_that_was_read_before_steps_reads_as_the_weight_after_them(ranks: Any) -> None:
-    """As stock's does, which is the memory that steps write."""
-    assert ranks(2).run(data_of_before) == [[], []]
+    assert wrong == []
 
 
 def copied(stage: int, fp8: dict[str, Any] | None, in_bf16: str | None) -> dict[str, Any]:
@@ -601,27 +530,21 @@ def test_a_copy_of_the_model_computes_what_it_did_and_has_no_engine(
         assert result["alone"][0] == result["losses"][0] and result["alone"][-1] < result["alone"][0] - 0.1
 
 
-def second_backward() -> str:
+@on_ranks(1)
+def test_a_second_backward_through_a_graph_of_stage_3_names_the_weight_that_is_not_there() -> None:
     config = training.ds_config(3, {"linear": {"filter_fqns": []}})
     engine = training.build(config, {"width": 32, "hidden": 64, "num_blocks": 1})
     loss = engine(training.micro_batches(0, 1)[0])
     engine.backward(loss, retain_graph=True)
-    try:
+    with pytest.raises(fp8_ds.UnsupportedError, match=r"^lm_head\.weight:"):
         loss.backward()
-    except fp8_ds.UnsupportedError as error:
-        return str(error)
-    finally:
-        training.destroy(engine)
-    return "nothing was raised"
+    training.destroy(engine)
 
 
-def test_a_second_backward_through_a_graph_of_stage_3_names_the_weight_that_is_not_there(ranks: Any) -> None:
-    (said,) = ranks(1).run(second_backward)
-    assert said.startswith("lm_head.weight:")
-
-
-def of_two_engines(is_older: str, other: str) -> dict[str, list[str]]:
-    """Weights that one GatheredParameters over an FP8 policy and another engine's model reads wrong, and writes wrong.
+@pytest.mark.parametrize(("is_older", "other"), [("policy", "fp8"), ("other", "reference")])
+@on_ranks(2)
+def test_weights_of_two_engines_are_gathered_together(is_older: str, other: str) -> None:
+    """By one GatheredParameters over an FP8 policy and its reference model, as TR-DPO's sync does.
 
     The closures of the older model's weights are called for all. The other is "fp8" as well, or a "reference" without
     an optimizer, in bf16.
@@ -664,11 +587,4 @@ def of_two_engines(is_older: str, other: str) -> dict[str, list[str]]:
     training.train(first, 1, first_step=1)
     for engine in engines:
         training.destroy(engine)
-    return wrong
-
-
-@pytest.mark.parametrize(("is_older", "other"), [("policy", "fp8"), ("other", "reference")])
-def test_weights_of_two_engines_are_gathered_together(ranks: Any, is_older: str, other: str) -> None:
-    """As TR-DPO's sync of a policy and its reference model does."""
-    for wrong in ranks(2).run(of_two_engines, is_older, other):
-        assert not any(wrong.values()), wrong
+    assert not any(wrong.values()), wrong

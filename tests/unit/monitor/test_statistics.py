@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from support.linears import RECIPES
 from torch import Tensor, nn
 
 from fp8_ds.config import LinearConfig
@@ -15,8 +16,6 @@ from fp8_ds.nn.plan.plan import make_plan
 from fp8_ds.numerics.formats import E4M3, E5M2, Float8Format
 from fp8_ds.numerics.scale import AmaxHistory
 from fp8_ds.ops.observe import new_counts, observe_codes, observe_hp
-
-RECIPES = ["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"]
 
 
 def count(x: Tensor, scale: float, fmt: Float8Format) -> TensorStatistics:

@@ -165,9 +165,12 @@ def test_a_closure_is_called_with_gradients_and_its_loss_returned() -> None:
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "betas": (lambda: build("fp32", betas=(0.99, 0.9)), ValueError, r"beta1\*\*2 < beta2, got \(0.99, 0.9\)"),
     "betas equal to the bound": (lambda: build("fp32", betas=(0.5, 0.25)), ValueError, "no bound"),
-    "lr": (lambda: build("fp32", lr=-1.0), ValueError, "lr: expected a finite number >= 0, got -1.0"),
-    "eps": (lambda: build("fp32", eps=0.0), ValueError, "eps: expected a finite number >= 1e-30, got 0.0"),
-    "weight decay": (lambda: build("fp32", weight_decay=-0.1), ValueError, "weight_decay: .* got -0.1"),
+    **{
+        f"{name} {value}": (lambda name=name, value=value: build("fp32", **{name: value}), ValueError, f"{name}: ")
+        for name in ("lr", "eps", "weight_decay")
+        for value in (-1.0, float("nan"), float("inf"))
+    },
+    "lr of two elements": (lambda: build("fp32", lr=torch.tensor([0.1, 0.1])), ValueError, r"lr: .* got \[2\]"),
     "amsgrad": (
         lambda: Fp8AdamW([{"params": parameters(torch.float32), "amsgrad": True}]),
         UnsupportedError,
@@ -416,19 +419,6 @@ def test_fp8_parameters_are_read_and_written_like_any_other(master: str) -> None
         assert torch.equal(q, other)
     run(optimizer, 1, chosen={0})
     assert 0 < float(masters(optimizer)[0].abs().max()) <= 1.001e-3  # one lr
-
-
-@pytest.mark.parametrize("master", ["e4m19", "e4m11"])
-def test_what_is_written_back_as_it_was_read_keeps_its_master_and_scale(master: str) -> None:
-    optimizer = build(master, lr=1e-2)
-    run(optimizer, 3)
-    before = every_byte(optimizer)
-    with torch.no_grad():
-        for p in optimizer.flat_params():
-            p.copy_(p.detach().clone())
-            p.data = p.data
-            p.mul_(1.0)
-    assert_same(every_byte(optimizer), before)
 
 
 @pytest.mark.parametrize("factor", [64.0, 1.0], ids=["a_wider_scale", "the_same_scale"])

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.adamw import FORMATS, assert_equal, dtype_of, everything, group_of, step
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
@@ -29,8 +30,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fp8_ds import Fp8AdamW, UnsupportedError
 
-FORMATS = ("own", "fp32", "bf16_8", "e4m19", "e4m11")
-"""Masters of bf16 parameters, but "own": of float32 ones, which are their masters."""
 OPTIONS = {
     "default": {},
     "flattened": {"flatten_optimizer_state_dict": True},
@@ -44,30 +43,8 @@ PAIRS = [(master, OPTIONS[name]) for master, name in zip(FORMATS, [*OPTIONS, *OP
 def make(master: str, seed: int = 0) -> tuple[nn.Module, Fp8AdamW]:
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 5))
-    net = net if master == "own" else net.bfloat16()
-    key = None if master in ("own", "bf16_8") else master
-    return net, Fp8AdamW([{"params": list(net.parameters()), "master": key}], lr=1e-2)
-
-
-def step(net: nn.Module, optimizer: torch.optim.Optimizer, num: int = 1, first: int = 0) -> None:
-    for number in range(first, first + num):
-        generator = torch.Generator().manual_seed(number)
-        for p in net.parameters():
-            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-        optimizer.step()
-    optimizer.zero_grad()
-
-
-def everything(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    found = {f"weight {name}": p.detach().clone() for name, p in net.named_parameters()}
-    for index, entry in copy.deepcopy(optimizer.state_dict()["state"]).items():
-        found.update({f"{key} {index}": value for key, value in entry.items()})
-    return found
-
-
-def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
-    assert left.keys() == right.keys()
-    assert [key for key in left if not torch.equal(left[key], right[key])] == []
+    net = net.to(dtype_of(master))
+    return net, Fp8AdamW([group_of(net.parameters(), master)], lr=1e-2)
 
 
 # --- torch.distributed.checkpoint ---
@@ -83,20 +60,24 @@ def test_reading_a_state_changes_nothing(master: str, options: dict[str, Any]) -
         assert_equal(everything(net, optimizer), everything(other, plain))
 
 
+def through_a_checkpoint(saved: Any, other: Any, options: dict[str, Any], folder: Path) -> None:
+    """Save a model and its optimizer, and load both into the others."""
+    given = StateDictOptions(**options)
+    model_state, state = get_state_dict(*saved, options=given)
+    dcp.save({"model": model_state, "optimizer": state}, checkpoint_id=folder)
+    model_state, state = get_state_dict(*other, options=given)
+    found = {"model": model_state, "optimizer": state}
+    dcp.load(found, checkpoint_id=folder)
+    set_state_dict(*other, model_state_dict=found["model"], optim_state_dict=found["optimizer"], options=given)
+
+
 @pytest.mark.parametrize(("master", "options"), PAIRS, ids=str)
 def test_a_run_that_is_saved_and_loaded_goes_on_with_the_same_bits(
     master: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    given = StateDictOptions(**options)
-    net, optimizer = make(master)
+    (net, optimizer), (other, loaded) = make(master), make(master, seed=1)
     step(net, optimizer, 3)
-    model_state, state = get_state_dict(net, optimizer, options=given)
-    dcp.save({"model": model_state, "optimizer": state}, checkpoint_id=tmp_path)
-    other, loaded = make(master, seed=1)
-    model_state, state = get_state_dict(other, loaded, options=given)
-    found = {"model": model_state, "optimizer": state}
-    dcp.load(found, checkpoint_id=tmp_path)
-    set_state_dict(other, loaded, model_state_dict=found["model"], optim_state_dict=found["optimizer"], options=given)
+    through_a_checkpoint((net, optimizer), (other, loaded), options, tmp_path)
     assert_equal(everything(other, loaded), everything(net, optimizer))
     step(net, optimizer, 2, 3)
     step(other, loaded, 2, 3)
@@ -111,20 +92,13 @@ def cycle(optimizer: torch.optim.Optimizer) -> Any:
 def test_a_run_that_is_saved_while_a_scheduler_moves_its_betas_goes_on_with_the_same_bits(
     num: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    given = StateDictOptions(**options)
-    net, optimizer = make("e4m19")
+    (net, optimizer), (other, loaded) = make("e4m19"), make("e4m19", seed=1)
     schedule = cycle(optimizer)
+    cycle(loaded)
     for first in range(num):
         step(net, optimizer, 1, first)
         schedule.step()
-    model_state, state = get_state_dict(net, optimizer, options=given)
-    dcp.save({"model": model_state, "optimizer": state}, checkpoint_id=tmp_path)
-    other, loaded = make("e4m19", seed=1)
-    cycle(loaded)
-    model_state, state = get_state_dict(other, loaded, options=given)
-    found = {"model": model_state, "optimizer": state}
-    dcp.load(found, checkpoint_id=tmp_path)
-    set_state_dict(other, loaded, model_state_dict=found["model"], optim_state_dict=found["optimizer"], options=given)
+    through_a_checkpoint((net, optimizer), (other, loaded), options, tmp_path)
     assert_equal(everything(other, loaded), everything(net, optimizer))  # the sum is in it
     step(net, optimizer, 2, num)
     step(other, loaded, 2, num)

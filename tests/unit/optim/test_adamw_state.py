@@ -108,9 +108,8 @@ def test_a_broken_state_is_refused_by_name_and_nothing_has_changed(
     assert_equal(everything(optimizer), before)
 
 
-@pytest.mark.parametrize("master", MASTERS)
-def test_a_broken_state_of_the_last_parameter_leaves_those_before_it_as_they_were(master: str) -> None:
-    optimizer = make(master, lr=1e-2)
+def test_a_broken_state_of_the_last_parameter_leaves_those_before_it_as_they_were() -> None:
+    optimizer = make("e4m19", lr=1e-2)
     step(optimizer, 3)
     state = copy.deepcopy(optimizer.state_dict())
     step(optimizer)

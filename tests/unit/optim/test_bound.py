@@ -9,7 +9,7 @@ import torch
 from support.bounds import update_bound
 from torch import Tensor
 
-from fp8_ds.numerics.masters import E4M11, E4M19, FP32, MasterFormat, encode
+from fp8_ds.numerics.masters import E4M11, FP32, MasterFormat, encode
 from fp8_ds.numerics.moments import quantize_root
 from fp8_ds.numerics.predicted import PredictedScales
 from fp8_ds.ops.adamw import AdamShard, Hyper, StepInputs, reference
@@ -160,12 +160,9 @@ def train_with_predicted_scales(
     return run
 
 
-@pytest.mark.parametrize(
-    ("fmt", "betas"),
-    [(E4M11, (0.9, 0.999)), pytest.param(E4M19, (0.9, 0.95), marks=pytest.mark.slow)],
-)
-def test_no_weight_saturates_in_2000_steps_with_bursts(fmt, betas):
-    run = train_with_predicted_scales(fmt, betas)
+def test_no_weight_saturates_in_2000_steps_with_bursts():
+    fmt = E4M11
+    run = train_with_predicted_scales(fmt, (0.9, 0.999))
     assert run.saturated == 0
     assert run.scale_changes >= 10  # the scale had to move
     # The prediction was needed in full, and kept but for the rounding of the master.

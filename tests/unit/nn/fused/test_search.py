@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from support import many_scales
+from support.linears import RECIPES
 from torch import nn
 
 from fp8_ds.config import ActivationsConfig, LinearConfig
@@ -31,7 +32,6 @@ CONFIG = modeling.LlamaConfig(
     max_position_embeddings=LENGTH,
 )
 CONFIG._attn_implementation = "sdpa"
-RECIPES = ("tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")
 
 
 class Layer(nn.Module):

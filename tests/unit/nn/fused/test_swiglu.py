@@ -8,41 +8,29 @@ from collections import Counter
 import pytest
 import torch
 from support import many_scales
+from support.linears import RECIPES, attach_payload
+from support.models import SwigluMlp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8_ds.config import ActivationsConfig, LinearConfig
 from fp8_ds.nn.fused import mlp as mlp_module
 from fp8_ds.nn.fused.search import fuse_producers
-from fp8_ds.nn.linear.payload import Fp8Payload
 from fp8_ds.nn.plan.convert import apply_plan
 from fp8_ds.nn.plan.plan import make_plan
 from fp8_ds.numerics.formats import E4M3
-from fp8_ds.ops.quantize import quantize_tensorwise
 from fp8_ds.testing import assert_bitwise, sqnr_db
 
 TOKENS, WIDTH, HIDDEN = 48, 64, 160
-RECIPES = ("tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")
 NAMES = ("gate_proj", "up_proj", "down_proj")
 COVERING = list(zip(RECIPES, itertools.cycle(("fp8", "bf16")), strict=False))
 """A graph takes a second to make: each recipe once, each way to keep gate and up at least twice."""
 
 
-class Mlp(nn.Module):
-    def __init__(self, bias=False):
-        super().__init__()
-        self.gate_proj = nn.Linear(WIDTH, HIDDEN, bias=bias)
-        self.up_proj = nn.Linear(WIDTH, HIDDEN, bias=bias)
-        self.down_proj = nn.Linear(HIDDEN, WIDTH, bias=bias)
-
-    def forward(self, x):
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 def make(recipe="tensorwise", nonlinear="bf16", bias=False, updates=1):
     """(fused MLP, amax history with so many updates)"""
     torch.manual_seed(0)
-    mlp, config = Mlp(bias).bfloat16(), LinearConfig(recipe=recipe)
+    mlp, config = SwigluMlp(WIDTH, HIDDEN, bias).bfloat16(), LinearConfig(recipe=recipe)
     history = apply_plan(mlp, make_plan(mlp, config), config, "cpu")
     fuse_producers(mlp, ActivationsConfig(fused=True, nonlinear=nonlinear))
     for _ in range(updates if history is not None else 0):
@@ -330,14 +318,6 @@ def test_checkpointing_gives_the_same_bits_and_amaxes(recipe, use_reentrant, tak
         assert_bitwise(recorded, history.amax_local)
 
 
-def test_two_uses_of_a_module_add_their_gradients():
-    mlp, _ = make()
-    both = run(lambda x: mlp(x) + mlp(x * 2), mlp)
-    one, other = run(mlp, mlp), run(lambda x: mlp(x * 2), mlp)
-    for name, _ in weights_of(mlp):
-        assert_bitwise(one[f"{name}.weight"] + other[f"{name}.weight"], both[f"{name}.weight"])
-
-
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda mlp: pickle.loads(pickle.dumps(mlp))])
 def test_copies_compute_the_same_with_weights_of_their_own(duplicate, taken):
     mlp, _ = make()
@@ -353,11 +333,8 @@ def test_backward_reads_bytes_gathered_after_the_forward():
     """As ZeRO-3 inside a leaf module: forward's bytes are gone then."""
     mlp, _ = make()
     expected = run(mlp, mlp)
-    for _, weight in weights_of(mlp):
-        data, scale_inv = quantize_tensorwise(weight.detach(), E4M3)
-        weight._fp8 = Fp8Payload("weight", 1 / scale_inv, scale_inv, weight.dtype)
-        weight._fp8.data = data
-        weight.data = weight._fp8.nominal(weight.shape)
+    for linear in mlp.children():
+        attach_payload(linear)
     x = inputs().requires_grad_()
     output = mlp(x * 1)
     for _, weight in weights_of(mlp):

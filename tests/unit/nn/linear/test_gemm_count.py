@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 import torch
+from support.models import SwigluMlp
 from torch import nn
-from torch.nn.functional import silu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_ds.config import ActivationsConfig, LinearConfig
@@ -18,22 +18,12 @@ NUM_GEMMS = {"tensorwise": 3, "delayed": 3, "rowwise": 3, "rowwise_with_gw_hp": 
 """In FP8, of a layer in a step."""
 
 
-class Mlp(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(HIDDEN, WIDTH, bias=False)
-
-    def forward(self, x):
-        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm = nn.RMSNorm(WIDTH)
         self.q_proj, self.k_proj, self.o_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.mlp = Mlp()
+        self.mlp = SwigluMlp(WIDTH, HIDDEN)
 
     def forward(self, x):
         h = self.norm(x)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.linears import RECIPES
 from support.memory import freeing
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -20,8 +21,6 @@ from fp8_ds.nn.linear.recipes import Bf16Recipe
 from fp8_ds.nn.plan.convert import apply_plan
 from fp8_ds.nn.plan.plan import make_plan
 from fp8_ds.testing import assert_bitwise
-
-RECIPES = ["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"]
 
 
 class Model(nn.Module):

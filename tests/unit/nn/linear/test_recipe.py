@@ -156,37 +156,6 @@ def test_in_a_graph_no_layer_takes_the_scale_of_one_that_is_in_bf16_again():
     assert_bitwise(*outputs)
 
 
-class SometimesQueries(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.RMSNorm(32).bfloat16()
-        self.q, self.k, self.v = (nn.Linear(32, 32, bias=False).bfloat16() for _ in range(3))
-        self.wants_q = False
-
-    def forward(self, x):
-        h = self.norm(x)
-        out = self.k(h) + self.v(h)
-        if self.wants_q:
-            out = out + self.q(h)
-        return out
-
-
-def test_in_a_graph_layers_go_by_good_scales_though_the_first_of_them_is_not_called():
-    torch._dynamo.reset()
-    outputs = []
-    for compiled in (False, True):
-        torch.manual_seed(0)
-        model, config = SometimesQueries(), LinearConfig(recipe="delayed")
-        torch.nn.init.constant_(model.norm.weight, 1e-3)
-        history = apply_plan(model, make_plan(model, config), config, "cpu")
-        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-        for _ in range(3):
-            output = run(torch.linspace(-1, 4, 16 * 32).view(16, 32).bfloat16().requires_grad_())
-            history.update(history.amax_local.clone())
-        outputs.append(output)
-    assert_bitwise(*outputs)
-
-
 def test_layers_keep_one_layout_of_their_common_input_for_backward():
     linears = layers(3, InputCache())
     x = computed(16, 32)

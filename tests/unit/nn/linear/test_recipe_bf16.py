@@ -6,6 +6,8 @@ import copy
 
 import pytest
 import torch
+from support.linears import RECIPES
+from support.models import SwigluMlp
 from torch import Tensor, nn
 
 from fp8_ds.config import ActivationsConfig, LinearConfig
@@ -31,7 +33,7 @@ def switch(model: nn.Module, *names: str) -> None:
             module.fp8_recipe = Bf16Recipe(module.fp8_recipe)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"])
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_it_computes_what_nn_linear_computes(recipe: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -56,24 +58,13 @@ def test_it_computes_what_nn_linear_computes(recipe: str, dtype: torch.dtype) ->
         assert bool((history.amax_local > 0).all())
 
 
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(64, 96, bias=False)
-        self.up_proj = nn.Linear(64, 96, bias=False)
-        self.down_proj = nn.Linear(96, 64, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 @pytest.mark.parametrize(
     ("recipe", "names"),
     [("tensorwise", ()), ("delayed", ("gate_proj",)), ("rowwise", ("up_proj", "down_proj")), ("blockwise", ())],
 )
 def test_a_fused_mlp_takes_layers_in_bf16(recipe: str, names: tuple[str, ...]) -> None:
     torch.manual_seed(0)
-    fused, plain = Mlp().bfloat16(), Mlp().bfloat16()
+    fused, plain = SwigluMlp(64, 96).bfloat16(), SwigluMlp(64, 96).bfloat16()
     plain.load_state_dict(fused.state_dict())
     config = LinearConfig.model_validate({"recipe": recipe, "backend": "reference"})
     x, grad = torch.randn(32, 64).bfloat16(), torch.randn(32, 64).bfloat16()

@@ -8,30 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from support.linears import fp8_of
+from support.models import SwigluMlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8_ds import Fp8AdamW, Fp8Linear
+from fp8_ds import Fp8AdamW
 from fp8_ds.config import ActivationsConfig, LinearConfig
 from fp8_ds.nn.fused.search import fuse_producers
-from fp8_ds.nn.linear.recipes import BlockwiseRecipe, RowwiseRecipe, TensorwiseRecipe
+from fp8_ds.nn.linear.recipes import TensorwiseRecipe
 from fp8_ds.nn.moe.products import Groups, grouped_linear
 from fp8_ds.nn.plan.convert import apply_plan
 from fp8_ds.nn.plan.plan import make_plan
 
 WIDTH = 128
-RECIPES = {"tensorwise": TensorwiseRecipe, "rowwise": RowwiseRecipe, "blockwise": BlockwiseRecipe}
-
-
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
-        self.up_proj = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
-        self.down_proj = nn.Linear(2 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Experts(nn.Module):
@@ -45,21 +35,20 @@ class Experts(nn.Module):
         return groups.collect(grouped_linear(x, self.weight, groups, recipe, is_dispatched=False)).sum(1)
 
 
-def linear(recipe: str) -> nn.Module:
-    module = nn.Linear(WIDTH, WIDTH, bias=False).bfloat16()
-    return Fp8Linear.from_linear(module, RECIPES[recipe](LinearConfig(recipe=recipe)))
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH, bias=False).bfloat16()
 
 
 def fused_mlp() -> nn.Module:
-    mlp, config = Mlp().bfloat16(), LinearConfig()
+    mlp, config = SwigluMlp(WIDTH, 2 * WIDTH).bfloat16(), LinearConfig()
     apply_plan(mlp, make_plan(mlp, config), config, "cpu")
     fuse_producers(mlp, ActivationsConfig(fused=True))
     return mlp
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "nn.Linear": lambda: nn.Linear(WIDTH, WIDTH, bias=False).bfloat16(),
-    **{recipe: lambda recipe=recipe: linear(recipe) for recipe in RECIPES},
+    "nn.Linear": linear,
+    **{recipe: lambda recipe=recipe: fp8_of(linear(), recipe) for recipe in ("tensorwise", "rowwise", "blockwise")},
     "SwiGLU": fused_mlp,
     "experts": lambda: Experts().bfloat16(),
 }

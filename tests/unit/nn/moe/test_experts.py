@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import math
 import pickle
 from functools import partial
@@ -21,7 +20,6 @@ from fp8_ds.monitor.statistics import Observers, StatisticsTable
 from fp8_ds.nn.linear.parameter import Fp8Parameter
 from fp8_ds.nn.linear.payload import Fp8Payload
 from fp8_ds.nn.linear.recipes import Bf16Recipe
-from fp8_ds.nn.moe import experts as experts_reference
 from fp8_ds.nn.moe import products as expert_products
 from fp8_ds.nn.moe.experts import Fp8Experts, is_experts, stock_forward, why_not
 from fp8_ds.nn.plan.convert import apply_plan, fp8_layers, revert
@@ -212,7 +210,7 @@ def test_what_differs_in_anything_is_not_taken() -> None:
     assert {row.reason for row in rows(replaced)} == {"its forward was replaced"}
 
 
-def test_a_forward_that_somebody_has_wrapped_or_that_has_no_text_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_that_somebody_has_wrapped_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     original = mixtral.MixtralExperts.forward
 
     @functools.wraps(original)
@@ -225,14 +223,6 @@ def test_a_forward_that_somebody_has_wrapped_or_that_has_no_text_is_not_taken(mo
         patch.setattr(mixtral.MixtralExperts, "forward", larger)
         assert not is_experts(experts) and why_not(experts) == "another forward than Mixtral's"
     assert is_experts(experts)
-
-    def nothing(*_: Any) -> Any:
-        raise OSError("no source")
-
-    experts_reference._text.cache_clear()
-    monkeypatch.setattr(inspect, "getsource", nothing)
-    assert not is_experts(stock())
-    experts_reference._text.cache_clear()
 
 
 def rows(experts: Any, **keys: Any) -> Any:
@@ -409,22 +399,6 @@ def test_a_float32_input_is_what_it_is_to_the_stock_implementation(implementatio
     assert (expected is None) == (got is None) == (implementation == "eager")
     if expected is not None:
         assert got.dtype == expected.dtype == torch.float32 and float(sqnr_db(expected, got)) > 22
-
-
-def test_where_torchs_linear_is_replaced_they_stay_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    linear = nn.functional.linear
-    monkeypatch.setattr(nn.functional, "linear", lambda *args: linear(*args))
-    found = make_plan(nn.ModuleDict({"experts": stock()}), LinearConfig(), may_be_empty=True).layers
-    assert [row.reason for row in found] == ["torch.nn.functional.linear was replaced"] * 2
-
-
-def test_copies_and_pickles_compute_the_same() -> None:
-    experts = convert(stock())
-    expected = run(experts)
-    for again in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts))):
-        assert set(again.state_dict()) == {"gate_up_proj", "down_proj"}
-        for one, other in zip(expected, run(again), strict=True):
-            assert_bitwise(one, other)
 
 
 def test_a_copy_of_experts_in_fp8_multiplies_by_their_bytes() -> None:

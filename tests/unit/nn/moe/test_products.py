@@ -162,17 +162,6 @@ def test_it_is_the_fp8_linears_of_the_experts_where_scales_are_the_same(choices:
     assert_bitwise(recipe.history.amax_local, torch.stack(amaxes).amax(0))
 
 
-def test_in_bf16_it_is_each_experts_product_in_bf16() -> None:
-    groups, x, weight, grad = experts(MANY)
-    recipe = Bf16Recipe(TensorwiseRecipe(LinearConfig()))
-    output, grad_x, grad_weight = run(groups.dispatch(x), weight, groups, recipe, grad, is_dispatched=True)
-    for expert, (start, end) in enumerate(groups.bounds[:-1]):
-        rows = groups.dispatch(x)[start:end]
-        torch.testing.assert_close(output[start:end], rows @ weight[expert].t())
-        torch.testing.assert_close(grad_x[start:end], grad[start:end] @ weight[expert])
-        torch.testing.assert_close(grad_weight[expert], grad[start:end].t() @ rows)
-
-
 @pytest.mark.parametrize("recipe", [TensorwiseRecipe(LinearConfig()), delayed()], ids=["tensorwise", "delayed"])
 def test_without_tokens_there_is_a_gradient_of_zeros(recipe: Any) -> None:
     groups, _, weight, _ = experts([])
