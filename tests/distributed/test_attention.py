@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import training
-from deepspeed.utils import logger
 from support.ranks import RankError, RankPool
 
 from fp8_ds.errors import UnsupportedError
@@ -17,15 +15,6 @@ from fp8_ds.errors import UnsupportedError
 pytestmark = pytest.mark.distributed
 
 FP8 = {"attention": {"backend": "fa3_fp8_emulated"}}
-
-
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def llama(head_dim: int = 16) -> Any:
@@ -37,17 +26,14 @@ def llama(head_dim: int = 16) -> Any:
 
 
 def train(fp8: dict[str, Any], stage: int, head_dim: int = 16) -> dict[str, Any]:
-    """Losses and the line about attention; padded rows and packed ones are in the batches."""
+    """Losses and the attention of the model; padded rows and packed ones are in the batches."""
     import deepspeed
 
     import fp8_ds  # noqa: F401
 
-    seen = Lines()
-    logger.addHandler(seen)
     model = llama(head_dim)
     config = training.ds_config(stage, fp8)
     engine = deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))[0]
-    logger.removeHandler(seen)
     losses = []
     for step in range(4):
         generator = torch.Generator().manual_seed(step)
@@ -58,16 +44,13 @@ def train(fp8: dict[str, Any], stage: int, head_dim: int = 16) -> dict[str, Any]
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    lines = [line for line in seen.lines if "attention" in line]
     engine.destroy()
-    return {"losses": losses, "lines": lines, "implementation": model.config._attn_implementation}
+    return {"losses": losses, "implementation": model.config._attn_implementation}
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_the_key_puts_our_attention_into_the_model(ranks: Callable[[int], RankPool], stage: int) -> None:
-    stock, ours = (ranks(2).run(train, fp8, stage) for fp8 in ({}, FP8))
+def test_the_key_puts_our_attention_into_the_model(ranks: Callable[[int], RankPool]) -> None:
+    stock, ours = (ranks(2).run(train, fp8, 3) for fp8 in ({}, FP8))
     assert [one["implementation"] for one in ours] == ["fp8_ds_fa3_fp8_emulated"] * 2
-    assert any("fp8: attention: fa3_fp8_emulated" in line for line in ours[0]["lines"])
     assert stock[0]["implementation"] == "sdpa"
     for a, b in zip(stock[0]["losses"], ours[0]["losses"], strict=True):
         assert 0 < abs(a - b) < 0.02 * a

@@ -110,7 +110,6 @@ def run(
     import torch.distributed as dist
 
     import fp8_ds  # noqa: F401
-    from fp8_ds.engine import conversion
 
     model = llama(tied, num_layers)
     if has_liger:
@@ -119,9 +118,7 @@ def run(
         apply_liger_kernel_to_llama(
             model=model, fused_linear_cross_entropy=True, rope=False, rms_norm=False, swiglu=False
         )
-    said: list[str] = []
-    with kernel_in_torch(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(conversion, "say", said.append)
+    with kernel_in_torch():
         engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
         if compiled:
             engine.compile(backend="eager")
@@ -149,7 +146,6 @@ def run(
         "calls": calls,
         "told": list(TOLD),
         "gathered": gathered,
-        "said": said,
         "patched": patched,
         "loss": float(evaluated.loss),
         "logits": evaluated.logits.float().clone(),
@@ -165,59 +161,43 @@ def compare(stock: dict[str, Any], liger: dict[str, Any]) -> None:
     assert stock["calls"] == 0 and not any(stock["logits_are_none"]) and stock["patched"] == []
     assert liger["calls"] == len(liger["losses"]) > 0 and all(liger["logits_are_none"]) and liger["patched"] == [""]
     assert stock["gathered"] == liger["gathered"]
-    assert stock["said"][1] == "fp8: attention: sdpa"
-    assert liger["said"][: len(stock["said"])] == stock["said"]
-    assert ["Liger's" in line for line in liger["said"][len(stock["said"]) :]] == [True]
     assert stock["losses"] == liger["losses"]
     assert stock["loss"] == liger["loss"]
     for name in ("logits", "unlabelled", "head"):
         assert torch.equal(stock[name], liger[name]), name
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
-def test_losses_weights_and_evaluation_are_those_of_stock(ranks: Any, stage: int) -> None:
-    stock = ranks(2).run(run, training.ds_config(stage, {}))
-    liger = ranks(2).run(run, training.ds_config(stage, {}), has_liger=True)
+def test_losses_weights_and_evaluation_are_those_of_stock(ranks: Any) -> None:
+    stock = ranks(2).run(run, training.ds_config(2, {}))
+    liger = ranks(2).run(run, training.ds_config(2, {}), has_liger=True)
     for one, other in zip(stock, liger, strict=True):
         compare(one, other)
     assert stock[0]["losses"][-1] < 0.9 * stock[0]["losses"][0]
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "stage", "compiled"),
-    [(2, 3, False), *(pytest.param(*case, True, marks=pytest.mark.slow) for case in ((1, 2), (2, 2), (2, 3)))],
-)
-def test_the_loss_is_told_the_size_of_its_chunks_for_this_engines_model_alone(
-    ranks: Any, num_ranks: int, stage: int, compiled: bool
-) -> None:
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_loss_is_told_the_size_of_its_chunks_for_this_engines_model_alone(ranks: Any, compiled: bool) -> None:
     """Also where ZeRO-3 has changed the head's weight, and a graph hands it over, on each rank by itself."""
     if not calls_with_chunk_mem_const():
         pytest.skip("this liger-kernel takes no chunk_mem_const")
     chunks = {"activations": {"cross_entropy_chunk_mem_const": 8}}
     for fp8, size in ((chunks, 8), ({}, 1)):
-        config = training.ds_config(stage, fp8)
-        for one in ranks(num_ranks).run(run, config, has_liger=True, compiled=compiled, num_steps=3, num_layers=1):
+        config = training.ds_config(3, fp8)
+        for one in ranks(2).run(run, config, has_liger=True, compiled=compiled, num_steps=3, num_layers=1):
             assert one["told"] == [size] * 3
-            assert ("chunk_mem_const 8" in one["said"][-1]) is (size == 8)
 
 
 STATES = {"optimizer": {"states": "fp8", "master": "e4m11", "release": True}}
 CASES: list[tuple[int, int, dict[str, Any], dict[str, Any]]] = [
     (2, 3, {}, {"tied": True}),
     (1, 1, STATES, {}),
-]
-SLOW_CASES: list[tuple[int, int, dict[str, Any], dict[str, Any]]] = [
-    (2, 2, {}, {"tied": True}),
-    (1, 2, {}, {"compiled": True}),
-    (2, 3, {}, {"compiled": True}),
-    (2, 3, STATES, {}),
     (2, 3, {"linear": {"recipe": "rowwise"}, "activations": {"fused": True}}, {}),
 ]
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "stage", "fp8", "how"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)],
+    CASES,
     ids=str,
 )
 def test_it_is_the_same_with_other_settings(

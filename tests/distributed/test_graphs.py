@@ -83,13 +83,9 @@ def masters_with_replays(
     ("mode", "stage", "fp8", "is_contiguous"),
     [
         ("managed", 1, {}, True),
-        pytest.param("managed", 1, STATES, True, marks=pytest.mark.slow),
-        pytest.param("managed", 2, {}, False, marks=pytest.mark.slow),
         ("managed", 2, STATES, True),
-        pytest.param("unmanaged", 1, {}, True, marks=pytest.mark.slow),
         ("unmanaged", 2, {}, False),
         ("coalesce", 1, {}, True),
-        pytest.param("coalesce", 2, {}, False, marks=pytest.mark.slow),
         ("late", 1, {}, True),
     ],
 )
@@ -103,25 +99,6 @@ def test_gradients_that_wait_leave_what_the_next_replay_writes(
     for name, master in expected.items():
         assert torch.equal(master, got[name]), name
     assert any(not torch.equal(expected[name], master) for name, master in spoiled.items()), "nothing was written over"
-
-
-def copies_of_single_batches(stage: int, fp8: dict[str, Any]) -> list[int]:
-    engine = training.build(training.ds_config(stage, fp8))
-    found = []
-    with graphs_that_are(True):
-        for step in range(2):
-            engine.backward(engine(training.micro_batches(step, 1)[0]))
-            found.append(len(engine.optimizer._fp8_own_gradients))
-            engine.step()
-    training.destroy(engine)
-    return found
-
-
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("fp8", [{}, STATES], ids=["fp32", "e4m11"])
-@pytest.mark.parametrize("stage", [1, 2])
-def test_nothing_is_copied_where_a_step_has_one_batch(ranks: Any, stage: int, fp8: dict[str, Any], world: int) -> None:
-    assert ranks(world).run(copies_of_single_batches, stage, fp8) == [[0, 0]] * world
 
 
 @pytest.mark.parametrize("manager", [None, object()])

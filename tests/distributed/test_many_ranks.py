@@ -60,13 +60,11 @@ def collectives(stage: int, block: str) -> dict[str, int]:
 
 
 CASES = [
-    pytest.param(2, 300, "fp8"),
-    *(
-        pytest.param(stage, rank, block, marks=pytest.mark.slow)
-        for stage, rank in ((1, 511), (2, 0), (3, 0))
-        for block in BLOCKS
-        if (stage, block) != (1, "reduce-scatter")
-    ),
+    (2, 300, "fp8"),
+    pytest.param(1, 511, "release", marks=pytest.mark.slow),
+    pytest.param(2, 0, "reduce-scatter", marks=pytest.mark.slow),
+    pytest.param(3, 0, "blockwise", marks=pytest.mark.slow),
+    pytest.param(3, 511, "in bf16", marks=pytest.mark.slow),
 ]
 
 
@@ -79,9 +77,8 @@ def test_a_step_of_512_ranks_has_the_collectives_of_one_of_few(
     assert step["gathered"] > 0
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_gradients_of_512_ranks_are_cut_in_few_launches(cpu_environment: dict[str, str], stage: int) -> None:
+def test_gradients_of_512_ranks_are_cut_in_few_launches(cpu_environment: dict[str, str]) -> None:
     """ZeRO-3 of stock has 19,307 here, and FP8 ones had 50,722, packed and added rank by rank."""
-    bf16, fp8 = (step_of(cpu_environment, 0, stage, name) for name in ("fp32", "reduce-scatter"))
+    bf16, fp8 = (step_of(cpu_environment, 0, 3, name) for name in ("fp32", "reduce-scatter"))
     assert 1000 < bf16["operators"] < 3000
     assert 1000 < fp8["operators"] < 1.1 * bf16["operators"]

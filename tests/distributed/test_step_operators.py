@@ -61,14 +61,10 @@ def marked(owner: Any, method: str, names: list[str]) -> Iterator[list[str]]:
         delattr(owner, method)
 
 
-def operators(
-    stage: int, fp8: dict[str, Any] | None, num_blocks: int, with_scale_check: bool = True
-) -> dict[str, list[str]]:
+def operators(stage: int, fp8: dict[str, Any] | None, num_blocks: int) -> dict[str, list[str]]:
     """Operators of the third step: "step", all; "refresh", those that bring the FP8 weights up to date."""
     config = training.ds_config(stage, fp8, bf16={"check_grad_overflow": True})
     engine = training.build(config, {"num_blocks": num_blocks, "bias": True})
-    if not with_scale_check:
-        engine.fp8.history.check = None
     training.train(engine, 2)
     engine.backward(engine(training.micro_batches(2, 1)[0]))
     with _Names() as mode:
@@ -82,13 +78,10 @@ def operators(
     return {"step": mode.names, "refresh": refresh}
 
 
-RECIPES = [(1, "tensorwise"), (2, "delayed"), (2, "rowwise"), (3, "tensorwise"), (3, "blockwise")]
-OTHERS = [(s, r) for s in (1, 2, 3) for r in (*PER_TENSOR, "rowwise", "blockwise") if (s, r) not in RECIPES]
+RECIPES = [(2, "delayed"), (1, "rowwise"), (3, "tensorwise")]
 
 
-@pytest.mark.parametrize(
-    ("stage", "recipe"), [*RECIPES, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
-)
+@pytest.mark.parametrize(("stage", "recipe"), RECIPES)
 def test_weights_are_requantised_by_as_many_operators_for_many_as_for_few(ranks: Any, stage: int, recipe: str) -> None:
     """With a scale for each row or tile: the amaxes are measured one weight after another."""
     fp8 = {"linear": {"recipe": recipe}}
@@ -98,20 +91,7 @@ def test_weights_are_requantised_by_as_many_operators_for_many_as_for_few(ranks:
     assert grown == 0 if recipe in PER_TENSOR else grown <= 2, many - few
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_delayed_scales_are_checked_by_a_product_and_a_copy_on_one_rank(ranks: Any, stage: int) -> None:
-    """And without a read of the device: what numpy detaches is on the host."""
-    fp8 = {"linear": {"recipe": "delayed"}}
-    without, first = (Counter(ranks(2).run(operators, stage, fp8, FEW, w)[0]["step"]) for w in (False, True))
-    assert first - without == {"aten::mul": 1, "aten::copy_": 1, "aten::detach": 1} and not without - first
-    second = Counter(ranks(2).run(operators, stage, fp8, FEW)[1]["step"])
-    assert second == Counter(ranks(2).run(operators, stage, fp8, FEW, False)[1]["step"])
-
-
-@pytest.mark.parametrize(
-    ("stage", "world_size"),
-    [(1, 1), (2, 2), (3, 2), *(pytest.param(*at, marks=pytest.mark.slow) for at in ((1, 2), (2, 1), (3, 1)))],
-)
+@pytest.mark.parametrize(("stage", "world_size"), [(2, 2), (3, 2)])
 def test_a_step_dispatches_less_and_reads_no_more_often_than_in_stock(ranks: Any, stage: int, world_size: int) -> None:
     stock, ours = (ranks(world_size).run(operators, stage, fp8, MANY) for fp8 in (None, {}))
     for there, here in zip(stock, ours, strict=True):
@@ -138,27 +118,12 @@ def casts_of_micro_batches(stage: int, recipe: str, num_micro_batches: int) -> l
     return found
 
 
-EACH_TIME = [(1, "tensorwise"), (2, "blockwise"), (3, "tensorwise"), (3, "delayed")]
-EACH_TIME_TOO = [(s, r) for s in (1, 2, 3) for r in (*PER_TENSOR, "blockwise") if (s, r) not in EACH_TIME]
-
-
-@pytest.mark.parametrize(
-    ("stage", "recipe"), [*EACH_TIME, *(pytest.param(*case, marks=pytest.mark.slow) for case in EACH_TIME_TOO)]
-)
+@pytest.mark.parametrize(("stage", "recipe"), [(2, "blockwise"), (3, "tensorwise")])
 def test_a_micro_batch_casts_inputs_and_their_gradients_and_no_weight(ranks: Any, stage: int, recipe: str) -> None:
     """A weight is transposed, in FP8, for the gradient of its layer's input, each time anew."""
     linears = WEIGHTS * FEW
     for found in ranks(2).run(casts_of_micro_batches, stage, recipe, 3):
         assert found == [{"quantize": 2 * linears, "transpose": linears}] * 3
-
-
-def test_the_norms_of_all_gradients_are_launched_before_the_host_waits(ranks: Any) -> None:
-    names = ranks(1).run(operators, 2, {}, MANY)[0]["step"]
-    first = names.index(READ)
-    norms = [at for at, name in enumerate(names) if name == "aten::linalg_vector_norm"]
-    num_parameters = 5 * MANY + 4
-    assert sum(at < first for at in norms) == num_parameters
-    assert len(norms) - num_parameters <= 1  # of the groups
 
 
 def three_groups(net: torch.nn.Module) -> list[dict[str, Any]]:
@@ -211,14 +176,9 @@ def trained(stage: int, with_stock_check: bool, gradient: float, clipping: float
 
 
 GRADIENTS = [(0.5, False, 2), (float("inf"), True, 1), (float("nan"), True, 2), (1e25, True, 2)]
-GRADIENTS_TOO = [(0.5, False, 1), (float("inf"), True, 2), (float("nan"), True, 1), (1e25, True, 1)]
-GRADIENTS_TOO += [(float("-inf"), True, stage) for stage in (1, 2)]
 
 
-@pytest.mark.parametrize(
-    ("gradient", "skips", "stage"),
-    [*GRADIENTS, *(pytest.param(*case, marks=pytest.mark.slow) for case in GRADIENTS_TOO)],
-)
+@pytest.mark.parametrize(("gradient", "skips", "stage"), GRADIENTS)
 def test_the_norm_tells_what_stock_code_finds_in_the_gradients_and_changes_no_bit(
     ranks: Any, stage: int, gradient: float, skips: bool
 ) -> None:

@@ -7,7 +7,6 @@ once. Engines train with either.
 from __future__ import annotations
 
 import copy
-import warnings
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -125,29 +124,6 @@ def in_a_loop() -> Any:
     return patch.object(expert_products.grouped, "can_run", lambda device: False)
 
 
-@in_a_loop()
-def test_in_a_loop_the_host_waits_once_in_a_forward_and_never_in_a_backward() -> None:
-    experts, config = nn.ModuleDict({"experts": module()}), LinearConfig()
-    apply_plan(experts, make_plan(experts, config), config, "cuda")
-    outputs(experts["experts"])  # kernels are compiled
-    x = torch.randn(700, 256, device="cuda").bfloat16().requires_grad_()
-    weights, index = torch.rand(700, 8, device="cuda").topk(2)
-    grad = torch.randn(700, 256, device="cuda").bfloat16()
-    counts = []
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            output = experts["experts"](x, index, weights)
-            counts.append(sum("synchroniz" in str(one.message) for one in caught))
-            output.backward(grad)
-            counts.append(sum("synchroniz" in str(one.message) for one in caught))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert counts == [1, 1]
-
-
 def many_experts(recipe: str = "tensorwise", num_experts: int = 40) -> tuple[Any, Any]:
     """A module of so many, and its history."""
     model = nn.ModuleDict({"experts": module(num_experts=num_experts)})
@@ -199,30 +175,3 @@ def test_an_engine_trains_with_them(gpu_ranks: Any, stage: int, fp8: dict[str, A
         training.assert_fp8_follows_masters(results[0]["last"], results[0]["masters"])
     again = gpu_ranks(1).run(small.trained, stage, fp8, family, checkpointing=True)[0]
     assert again["losses"] == pytest.approx(results[0]["losses"], abs=0.02)
-
-
-def trained_either_way(is_loop: bool, *args: Any, **more: Any) -> dict[str, Any]:
-    """What a run leaves whose experts, of sizes that kernels take, are one launch or a loop."""
-    with in_a_loop() if is_loop else nullcontext(), patch.object(small, "INTER", 48):
-        return small.trained(*args, **more)
-
-
-@pytest.mark.skipif(not can_run(torch.device("cuda")), reason="needs compute capability 9.0")
-@pytest.mark.parametrize(("stage", "fp8", "checkpointing"), [(2, small.DELAYED, False), (3, {}, True)])
-def test_an_engine_trains_with_them_at_once_as_in_a_loop(
-    gpu_ranks: Any, stage: int, fp8: dict[str, Any], checkpointing: bool
-) -> None:
-    looped, at_once = (
-        gpu_ranks(1).run(trained_either_way, is_loop, stage, fp8, "qwen3_moe", checkpointing=checkpointing)[0]
-        for is_loop in (True, False)
-    )
-    training.assert_fp8_follows_masters(at_once["last"], at_once["masters"])
-    assert at_once["losses"] == pytest.approx(looped["losses"], abs=0.02)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_two_gpus_train_as_one(gpu_ranks: Any, stage: int) -> None:
-    two = gpu_ranks(2).run(small.trained, stage, {}, "mixtral")
-    one = gpu_ranks(1).run(small.trained, stage, {}, "mixtral", gradient_accumulation_steps=2)[0]
-    small.check_weights(two[0], two[1:])
-    assert two[0]["losses"] == pytest.approx(one["losses"], abs=0.02)

@@ -12,7 +12,7 @@ from fp8_ds.nn.fused.search import fuse_producers
 from fp8_ds.nn.linear.fp8_linear import Fp8Linear
 from fp8_ds.nn.plan.convert import apply_plan
 from fp8_ds.nn.plan.plan import make_plan
-from fp8_ds.testing import assert_bitwise, sqnr_db
+from fp8_ds.testing import assert_bitwise
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -79,13 +79,6 @@ def test_linears_read_the_bytes_that_they_would_make_themselves(recipe):
         assert_bitwise(expected[name], got[name])
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_layer_computes_what_the_unfused_one_computes(recipe):
-    expected, got = (run(make(recipe, fused), inputs(0), inputs(1) * 1e-3) for fused in (False, True))
-    for name, value in expected.items():
-        assert sqnr_db(value, got[name]) > 20, name
-
-
 def make_mlp(recipe, by_linears=False):
     """A fused MLP by itself; `by_linears`: it has a hook, so that its linears are called one by one."""
     mlp = make(recipe).layer.mlp
@@ -97,17 +90,6 @@ def make_mlp(recipe, by_linears=False):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_an_mlp_is_one_function_with_the_bits_of_its_linears(recipe):
     expected, got = (run(make_mlp(recipe, by_linears), inputs(0), inputs(1) * 1e-3) for by_linears in (True, False))
-    for name, value in expected.items():
-        assert_bitwise(value, got[name])
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_compiled_mlp_is_one_graph_with_the_bits_of_eager(recipe):
-    torch._dynamo.reset()
-    expected = run(make_mlp(recipe), inputs(0), inputs(1) * 1e-3)
-    mlp = make_mlp(recipe)
-    mlp.compile(fullgraph=True)
-    got = run(mlp, inputs(0), inputs(1) * 1e-3)
     for name, value in expected.items():
         assert_bitwise(value, got[name])
 
@@ -128,17 +110,3 @@ def test_an_mlp_keeps_one_layout_of_its_input_and_gate_and_up(nonlinear, per_ele
     kept = torch.cuda.memory_allocated() - before - output.nbytes
     weights = sum(p.numel() for p in mlp.parameters()) if compiled else 0  # without ZeRO a graph keeps their FP8
     assert kept - weights == pytest.approx(num_tokens * (width + 2 * per_element * hidden), rel=0.02)
-
-
-@pytest.mark.parametrize("nonlinear", ["bf16", "fp8"])
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_forward_and_backward_wait_for_nothing(recipe, nonlinear):
-    model = make(recipe, nonlinear=nonlinear)
-    x, grad = inputs(0).requires_grad_(), inputs(1)
-    model(x).backward(grad)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        model(x).backward(grad)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -159,16 +159,6 @@ def test_health_looks_into_transformer_engines_linears(losses: Any, recipe: str)
     assert 0 < float(shown[1]) < 1000 and (recipe == "delayed" or float(shown[2]) == 0)
 
 
-def test_context_parallel_attention_is_transformer_engines(losses: Any) -> None:
-    words = ("--context-parallel-size", "2")
-    assert losses(*words, *OURS, ranks=2, ours=True) == losses(*words, ranks=2)
-
-
-def test_dropped_transposes_change_nothing_but_memory(losses: Any) -> None:
-    kept, dropped = (losses(*OURS, *FP8_WEIGHTS, *words, ours=True) for words in ((), ("--fp8-drop-transposes",)))
-    assert distance(kept, dropped) < 2e-3  # gradients of attention are sums in any order
-
-
 @pytest.mark.parametrize(
     ("words", "ranks"),
     [

@@ -91,20 +91,6 @@ def test_release_and_overlap_change_no_bit(gpu_ranks: Any, stage: int, world_siz
             assert_same(held[rank], released)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_losses_are_those_of_fp32_states(gpu_ranks: Any, stage: int) -> None:
-    fp8 = gpu_ranks(1).run(run, stage, E4M11)[0][0]
-    fp32 = gpu_ranks(1).run(losses_only, stage)[0]
-    assert max(abs(a - b) / b for a, b in zip(fp8, fp32, strict=True)) < 0.02
-
-
-def losses_only(stage: int) -> list[float]:
-    engine = build(stage, {"states": "fp32"})
-    losses = training.train(engine, STEPS)
-    training.destroy(engine)
-    return losses
-
-
 def losses_with_reduction(stage: int, kind: str) -> Any:
     import fp8_ds  # noqa: F401
 
@@ -124,28 +110,6 @@ def test_fp8_reduce_scatter_over_nccl_stays_close_to_bf16(gpu_ranks: Any, stage:
     bf16 = gpu_ranks(2).run(losses_with_reduction, stage, "bf16")
     assert fp8[0][0] == fp8[1][0] and fp8[0][1] > 0 and bf16[0][1] == 0
     assert max(abs(a - b) / b for a, b in zip(fp8[0][0], bf16[0][0], strict=True)) < 0.02
-
-
-def save_and_resume(stage: int, states: dict[str, Any], folder: str) -> Any:
-    whole = build(stage, states)
-    training.train(whole, 3)
-    whole.save_checkpoint(folder, tag="three")
-    expected = training.train(whole, 3, first_step=3), all_bytes(whole)
-    training.destroy(whole)
-    resumed = build(stage, states)
-    resumed.load_checkpoint(folder, tag="three")
-    training.train(resumed, 1, first_step=3)
-    resumed.load_checkpoint(folder, tag="three")  # finds what the first load left behind
-    got = training.train(resumed, 3, first_step=3), all_bytes(resumed)
-    training.destroy(resumed)
-    return expected, got
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("master", ["e4m19", "e4m11"])
-def test_resume_is_bit_equal(gpu_ranks: Any, stage: int, master: str, tmp_path: Any) -> None:
-    expected, got = gpu_ranks(1).run(save_and_resume, stage, {"states": "fp8", "master": master}, str(tmp_path))[0]
-    assert_same(expected, got)
 
 
 def skip_a_step(stage: int, check: bool) -> Any:
@@ -169,25 +133,6 @@ def test_a_step_with_infinite_gradients_changes_no_byte_and_is_counted(gpu_ranks
     for name, tensor in before.items():
         assert torch.equal(tensor, after[name]), name
     assert skipped == 1
-
-
-def step_without_waiting(stage: int) -> None:
-    engine = build(stage, E4M11, bf16={"enabled": True, "check_grad_overflow": False})
-    training.train(engine, 3)
-    batch = training.micro_batches(3, 1)[0].to(engine.device)
-    engine.backward(engine(batch))
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        engine.optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    training.destroy(engine)
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_the_step_of_zero_never_waits_for_the_device(gpu_ranks: Any, stage: int) -> None:
-    gpu_ranks(1).run(step_without_waiting, stage)
 
 
 def with_offload(stage: int, is_offloaded: bool) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
-from support.adam_shards import clone_shard, make_grad, make_inputs, make_shard
+from support.adam_shards import make_grad, make_inputs, make_shard
 from support.properties import (
     UNITS,
     assert_right_or_seen,
@@ -35,7 +35,7 @@ from fp8_ds.nn.linear.recipes import (
 )
 from fp8_ds.numerics.formats import BY_NAME as FORMATS
 from fp8_ds.numerics.formats import E4M3
-from fp8_ds.numerics.masters import BY_NAME, decode
+from fp8_ds.numerics.masters import BY_NAME
 from fp8_ds.numerics.scale import AmaxHistory
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.ops.adamw.reference import adamw_step
@@ -355,7 +355,6 @@ def part_of(shard: AdamShard, start: int, stop: int) -> AdamShard:
 def claim_cut_shard(case: dict[str, Any]) -> None:
     fmt = BY_NAME[case["format"]]
     whole = make_shard(fmt, case["numel"], 0, case["seed"], case["scale"])
-    before = clone_shard(whole)
     grad = make_grad(whole, case["dtype"], case["seed"])
     if case["break"]:
         grad[case["numel"] // 2] = case["break"]
@@ -372,21 +371,6 @@ def claim_cut_shard(case: dict[str, Any]) -> None:
                 assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)), name
     amax = torch.stack([own.amax for own in inputs[1:]])
     assert_bitwise(torch.where(amax.isnan().any(0), torch.nan, amax.nan_to_num().amax(0)), inputs[0].amax)
-    if not case["break"] and fmt.is_split and fmt.is_fp8:
-        assert_moves_are_bounded(before, whole, inputs[0])
-
-
-def assert_moves_are_bounded(before: AdamShard, after: AdamShard, inputs: Any) -> None:
-    """No element moves by more than decay and the clamped update, and a rounding of its master."""
-    old, new = [
-        decode(shard.hi, shard.lo[: shard.numel], shard.fmt, scales[shard.scale_index]).double()  # type: ignore[index]
-        for shard, scales in ((before, inputs.scale_inv), (after, inputs.next_scale_inv))
-    ]
-    lr, bound = float(inputs.hyper[0, 0]), float(inputs.hyper[0, 8])
-    ceiling = 448.0 * float(inputs.next_scale_inv[after.scale_index]) * 1.07
-    unit = old.abs() * 2.0**-7 + ceiling * 2.0**-15
-    moved = (new - old.clamp(-ceiling, ceiling)).abs()
-    assert bool((moved <= lr * (bound + 1) * 1.01 + unit + 1e-4 * old.abs()).all()), float(moved.max())
 
 
 @each_size

@@ -10,14 +10,12 @@ from support.adam_shards import (
     make_fallen_scale,
     make_grad,
     make_inputs,
-    make_representable,
     make_shard,
 )
 from support.kernels import DEVICE, INTERPRETED, KERNEL, to_device, with_cuda_sizes
 from support.masters import every_master
 
 from fp8_ds.numerics.masters import BY_NAME, decode
-from fp8_ds.numerics.moments import from_groups
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.ops.adamw.reference import adamw_step
 from fp8_ds.ops.adamw.triton import DECODE_BLOCK, LAUNCHES, TritonStep, decode_master
@@ -184,13 +182,6 @@ def by_both(make):
     return results[0][0][0]
 
 
-def test_moments_that_their_formats_have_stay_as_in_the_reference():
-    shard = by_both(make_representable)
-    assert (shard.m_scale_inv[:2] == 1).all() and (shard.v_scale_inv[2:] == 1).all()
-    assert shard.m[:127].tolist() == list(range(127)) and shard.m[129:255].tolist() == list(range(0x81, 0xFF))
-    assert shard.v[256:383].tolist() == list(range(127)) and shard.v[384:511].tolist() == list(range(128, 255))
-
-
 @pytest.mark.parametrize("factor", [2.0**-6, 2.0**-7, 2.0**-9, 2.0**-21, 2.0**9, 2.0**30])
 def test_scales_may_change_by_any_power_of_two(factor):
     by_both(partial(make_fallen_scale, factor))
@@ -212,19 +203,6 @@ def test_a_shard_without_gradient_is_left_alone():
     assert differences(shards[0], got[0][0]) and differences(shards[2], got[0][2])
 
 
-@pytest.mark.parametrize(("numel", "name"), [(5, "e4m19"), (384, "e4m11"), (SEVERAL_BLOCKS, "e4m11")])
-def test_amax_is_the_largest_decoded_master(name, numel):
-    shard = clone_shard(make_shard(BY_NAME[name], numel, 128, scale_index=1), DEVICE)
-    (grad,), inputs = to_device(make_grad(shard, torch.bfloat16)), make_inputs(device=DEVICE)
-    TritonStep([shard])([grad], inputs)
-    lo = from_groups(shard.lo.view(-1, 128), numel, 128)
-    largest = decode(shard.hi, lo, shard.fmt, inputs.next_scale_inv[1]).abs().max()
-    assert inputs.amax.tolist() == [0, largest.item(), 0, 0] and largest > 0
-    inputs.amax.fill_(1e9)
-    TritonStep([shard])([grad], inputs)
-    assert (inputs.amax == 1e9).all()
-
-
 @pytest.mark.parametrize("offset", [1, 3, 8])
 def test_any_alignment_of_the_weight_and_the_gradient(offset):
     shard = make_shard(E4M11, 384, 0)
@@ -236,28 +214,6 @@ def test_any_alignment_of_the_weight_and_the_gradient(offset):
     inputs = make_inputs(device=DEVICE)
     TritonStep([shard])([moved(grad, offset)], inputs)
     assert_equal(expected, ([shard], inputs))
-
-
-@pytest.mark.parametrize("cut", [128, LARGEST_BLOCK + 256])
-def test_a_weight_cut_at_a_group_gets_the_bytes_of_the_whole(cut):
-    numel = LARGEST_BLOCK + 12 * 128
-    whole = clone_shard(make_shard(E4M11, numel, 0), DEVICE)
-    (grad,) = to_device(make_grad(whole, torch.bfloat16))
-    parts = []
-    for begin, end in ((0, cut), (cut, numel)):
-        part = clone_shard(whole, DEVICE)
-        part.start, part.numel = begin, end - begin
-        for name in ("hi", "lo", "m", "v"):
-            setattr(part, name, getattr(part, name)[begin:end])
-        for name in ("m_scale_inv", "v_scale_inv"):
-            setattr(part, name, getattr(part, name)[begin // 128 : end // 128])
-        parts.append(part)
-    whole_inputs, inputs = make_inputs(device=DEVICE), make_inputs(device=DEVICE)
-    TritonStep([whole])([grad], whole_inputs)
-    TritonStep(parts)([grad[:cut], grad[cut:]], inputs)
-    for name in ("hi", "lo", "m", "v", "m_scale_inv", "v_scale_inv"):
-        assert_bitwise(getattr(whole, name), torch.cat([getattr(part, name) for part in parts]))
-    assert_bitwise(whole_inputs.amax, inputs.amax)
 
 
 def test_padding_of_the_states_is_written_as_zeros_and_that_of_lo_is_left():

@@ -75,14 +75,6 @@ def test_the_rotation_keeps_scores_exactly_and_spreads_an_outlier(dim: int) -> N
     assert rotate(shared, is_query=True).abs().amax() < 0.7 * dim**0.5
 
 
-def test_the_rotation_in_quantize_is_the_rotation() -> None:
-    q, k, v = (normal(1, 20, 2, 32, seed=seed) for seed in range(3))
-    with_it = heads.quantize(q, k, v, None, hadamard=True)
-    by_hand = heads.quantize(rotate(q, is_query=True), rotate(k, is_query=False), v, None, hadamard=False)
-    for x, y in zip(with_it, by_hand, strict=True):
-        assert_bitwise(x.view(torch.uint8), y.view(torch.uint8))
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_ops_trace_with_fakes(packed: bool) -> None:
     ends = torch.tensor([0, 20, 40], dtype=torch.int32)

@@ -24,10 +24,8 @@ from transformers import (
 )
 from transformers.masking_utils import create_causal_mask
 
-from fp8_ds.attention import huggingface
 from fp8_ds.attention.huggingface import RegisteredAttention, refuse_attention_of, refuse_backend, use_backend
 from fp8_ds.config import AttentionConfig
-from fp8_ds.engine.conversion import describe_attention
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.testing import sqnr_db
 
@@ -103,12 +101,6 @@ def test_padding_is_not_attended_to(side: str) -> None:
     torch.testing.assert_close(llama("reference")(input_ids=changed, attention_mask=mask).logits[real], ours)
 
 
-def test_a_mask_without_padding_is_no_mask() -> None:
-    model = llama("reference")
-    masked = model(input_ids=TOKENS, attention_mask=torch.ones_like(TOKENS)).logits
-    torch.testing.assert_close(masked, model(input_ids=TOKENS).logits, rtol=0, atol=0)
-
-
 def test_sliding_windows_are_transformers_own() -> None:
     models = []
     for _ in range(2):
@@ -174,22 +166,6 @@ def test_a_window_that_only_the_mask_has_is_refused_where_it_hides_keys() -> Non
     model(input_ids=TOKENS[:, :20], use_cache=False)
     with pytest.raises(UnsupportedError, match=r"sliding_window: expected it as an argument .* one of 20 keys"):
         model(input_ids=TOKENS, use_cache=False)
-
-
-def test_the_line_names_what_runs() -> None:
-    assert describe_attention(llama("reference"), CPU) == "fp8: attention: reference"
-    rotated = describe_attention(llama("fa3_fp8_emulated", hadamard=True), CPU)
-    assert rotated == "fp8: attention: fa3_fp8_emulated, q and k rotated"
-
-
-def test_positions_are_read_on_the_host_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Tensor] = []
-    stock = huggingface._packing_of
-    monkeypatch.setattr(huggingface, "_packing_of", lambda positions: calls.append(positions) or stock(positions))
-    model = llama("reference", num_hidden_layers=4)
-    for _ in range(2):
-        model(input_ids=TOKENS, use_cache=False)
-    assert len(calls) == 2
 
 
 def test_a_buffer_of_positions_is_read_again_once_it_is_filled_anew() -> None:
@@ -272,18 +248,3 @@ def test_models_outside_of_the_registry_and_missing_packages_are_refused_at_star
         UnsupportedError, match=r"fp8\.attention\.hadamard: head dim: expected a power of two .* got 24"
     ):
         refuse_attention_of(llama(head_dim=24), configured("fa3_fp8_emulated", hadamard=True))
-
-
-def test_attributes_of_another_kind_are_left_to_the_first_forward() -> None:
-    model = llama()
-    model.model.layers[0].self_attn.attention_dropout = "none"
-    refuse_attention_of(model, configured("reference"))
-    use_backend(model, "reference", hadamard=False)
-    with pytest.raises(UnsupportedError, match=r"dropout: expected 0\.0, got none"):
-        model.train()(input_ids=TOKENS)
-
-
-def test_a_fault_of_ours_in_reading_a_model_is_not_taken_for_an_odd_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fp8_ds.attention.huggingface._dims", lambda *a: {}["absent"])
-    with pytest.raises(KeyError, match="absent"):
-        refuse_attention_of(llama(), configured("reference"))

@@ -127,27 +127,12 @@ def test_it_is_found_under_each_name(monkeypatch: pytest.MonkeyPatch, name: str)
     assert fa3.module == name and (fa3.backward is None) == (name == "fa3_fwd_interface")
 
 
-def test_an_empty_package_of_its_name_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, "flash_attn_interface")
-    install(monkeypatch, "fa3_fwd_interface", new_forward, new_backward)
-    assert packages.find_fa3().module == "fa3_fwd_interface"
-
-
 def test_what_is_missing_is_said_with_the_command() -> None:
     for backend in ("fa3", "fa3_fp8"):
         with pytest.raises(UnsupportedError) as error:
             attention(*tensors(False)[:3], backend=backend)
         assert "pip install fa3-fwd" in str(error.value) and "flash-attention/hopper" in str(error.value)
         assert all(f"{name}: not installed" in str(error.value) for name in packages.FA3_NAMES)
-
-
-def test_a_library_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(name: str) -> ModuleType:
-        raise OSError("libcudart.so.13: cannot open shared object file")
-
-    monkeypatch.setattr(packages.importlib, "import_module", fail)
-    with pytest.raises(UnsupportedError, match=r"fa3_fwd_interface: OSError \(libcudart.so.13"):
-        packages.find_fa3()
 
 
 def test_what_a_build_lacks_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """Split masters: every code, against values built from the formats' definition; and how far small updates carry."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -90,18 +89,6 @@ def test_between_two_codes_the_nearest_is_taken_ties_to_even(fmt):
         hi, lo = encode(between, fmt, ONE)
         got = ((hi.long() & 0x7F) << fmt.lo_bits) + lo
         assert torch.equal(got, mag + (mag % 2 if up is None else int(up)))
-
-
-@pytest.mark.parametrize("fmt", FP8_FORMATS, ids=lambda fmt: fmt.name)
-def test_carries_run_through_mantissa_and_exponent(fmt):
-    ulp = 2.0 ** (-3 - fmt.lo_bits)  # of numbers in [1, 2)
-    below = 1 - ulp / 2
-    hi, lo = encode(
-        torch.tensor([below, 1.0, 2 - ulp, 2 - ulp / 4, 2**-6 - 2**-6 * ulp, 1.0625, 1.0625 - ulp]), fmt, ONE
-    )
-    half = 1 << (fmt.lo_bits - 1)
-    assert hi.tolist() == [0x38, 0x38, 0x40, 0x40, 0x08, 0x39, 0x38]
-    assert lo.tolist() == [-1, 0, -1, 0, -1, -half, half - 1]
 
 
 @pytest.mark.parametrize("fmt", FP8_FORMATS, ids=lambda fmt: fmt.name)
@@ -239,15 +226,6 @@ def travel(fmt: MasterFormat, weight: Tensor, sign: Tensor, lr: float, steps: in
     return (read_master(split, scale_inv[None]).double() - start) * way.sign() / way.abs().mean()
 
 
-def ms_amp_travel(weight: Tensor, sign: Tensor, lr: float, steps: int = 100) -> Tensor:
-    """The same for MS-AMP's master: float16 times one scale for the tensor, rounded to nearest."""
-    scale = torch.exp2((65504 / weight.abs().max()).log2().floor() - 1)
-    master = start = (weight * scale).half()
-    for _ in range(steps):
-        master = ((master.float() / scale - lr * sign) * scale).half()
-    return -(master.double() - start.double()) / scale * sign / (lr * steps)
-
-
 def travel_error(share: Tensor) -> float:
     """Relative L2: what a mean hides where some weights go twice as far and others stand still."""
     return float((share - 1).square().mean().sqrt())
@@ -277,57 +255,16 @@ def walk(fmt: MasterFormat, lr: float, independent: bool = False, steps: int = 1
     return float((decode(hi, lo, fmt, scale_inv) - exact).norm() / (exact - start).norm())
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.parametrize(
     ("lr", "fmt"),
-    [
-        pytest.param(1e-4, E4M11, id="0.0001-e4m11", marks=SLOW),
-        pytest.param(1e-4, BF16_8, id="0.0001-bf16_8", marks=SLOW),
-        pytest.param(1e-5, E4M11, id="1e-05-e4m11"),
-        pytest.param(1e-5, BF16_8, id="1e-05-bf16_8", marks=SLOW),
-        pytest.param(1e-6, E4M11, id="1e-06-e4m11", marks=SLOW),
-        pytest.param(1e-6, BF16_8, id="1e-06-bf16_8"),
-    ],
+    [(1e-5, E4M11), (1e-6, BF16_8)],
 )
 def test_evenly_spread_thresholds_add_up_to_less_error_than_independent_ones(fmt, lr):
     assert walk(fmt, lr) < 0.8 * walk(fmt, lr, independent=True)
 
 
-@pytest.mark.parametrize("lr", [1e-5, pytest.param(1e-6, marks=SLOW)])
-def test_e4m11_follows_noisy_updates_that_it_loses_when_rounded_to_nearest(lr):
-    assert walk(replace(E4M11, stochastic=False), lr) > 3 * walk(E4M11, lr)
-
-
-SMALL_LR = 1e-5
-
-
 @pytest.mark.parametrize("fmt", [E4M19, E4M11, BF16_8], ids=lambda fmt: fmt.name)
-@pytest.mark.parametrize("sigma", [0.02, pytest.param(0.05, marks=SLOW)])
-def test_weights_travel_within_a_percent_of_float32_at_lr_1e_5(fmt, sigma):
-    share = travel(fmt, *weights_and_signs(sigma), SMALL_LR)
+def test_weights_travel_within_a_percent_of_float32_at_lr_1e_5(fmt):
+    share = travel(fmt, *weights_and_signs(0.02), 1e-5)
     assert abs(share.mean() - 1) < 0.01
     assert travel_error(share) < 0.1
-
-
-def test_norm_weights_travel_within_a_percent_of_float32_at_lr_1e_5():
-    assert abs(travel(BF16_8, *weights_and_signs(0.0, mean=1.0), SMALL_LR).mean() - 1) < 0.01
-    nearest = travel(replace(BF16_8, stochastic=False), *weights_and_signs(0.0, mean=1.0), SMALL_LR)
-    assert abs(nearest.mean() - 1) > 0.2
-
-
-def test_e4m11_rounded_to_nearest_loses_its_way_at_lr_1e_5():
-    nearest = replace(E4M11, stochastic=False)
-    assert abs(travel(nearest, *weights_and_signs(0.05), SMALL_LR).mean() - 1) > 0.05
-    # At 0.02 the mean is right by accident: what large weights lose, smaller ones go too far.
-    assert travel_error(travel(nearest, *weights_and_signs(0.02), SMALL_LR)) > 0.2
-    assert travel(nearest, *weights_and_signs(0.02), SMALL_LR / 10).mean() < 0.6
-
-
-def test_ms_amp_master_freezes_half_of_the_weights_at_lr_1e_5():
-    share = ms_amp_travel(*weights_and_signs(0.05), SMALL_LR)
-    assert (share == 0).double().mean() > 0.4
-    assert travel_error(share) > 0.6
-    ours = travel_error(travel(E4M11, *weights_and_signs(0.05), SMALL_LR))
-    assert travel_error(share) > 7 * ours, (travel_error(share), ours)

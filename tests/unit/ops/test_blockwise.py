@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import MANY_SCALES, many_scales
 
-from fp8_ds.numerics.formats import E4M3, E4M4, E5M2
+from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.ops.blockwise import (
     BLOCK,
     block_amax,
@@ -85,17 +85,6 @@ def test_scales_of_row_blocks_lie_as_cublaslt_reads_them(shape):
     assert quantized.scale_inv.stride() == (1, shape[0]) and quantized.scale_inv_t.stride() == (1, shape[1])
     quantized = quantize_blockwise(torch.ones(shape), E4M3, SQUARES, "both")
     assert quantized.scale_inv.is_contiguous() and quantized.scale_inv_t.is_contiguous()
-
-
-@pytest.mark.parametrize("block", [ROWS, SQUARES])
-@pytest.mark.parametrize(("fmt", "bound"), [(E4M3, 31.0), (E5M2, 25.0)])
-@pytest.mark.parametrize("family", MANY_SCALES)
-def test_ranges_that_differ_from_row_to_row_keep_the_precision_of_a_block(family, fmt, bound, block):
-    # Uniform relative rounding with M mantissa bits: about 6.02 M + 13.5 dB, wherever the range of a block fits.
-    x = many_scales(family, 256, 512)
-    quantized = quantize_blockwise(x, fmt, block, "both")
-    assert sqnr_db(x, dequantize(quantized.x_fp8, quantized.scale_inv, block)) >= bound
-    assert sqnr_db(x.t(), dequantize(quantized.x_fp8_t, quantized.scale_inv_t, block)) >= bound
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -198,33 +187,6 @@ def test_maximum_over_shards_is_the_amax_of_the_whole(num_shards, shape, block):
         assert whole[i, j] == part.abs().max()
 
 
-@pytest.mark.parametrize("bad", [NAN, INF])
-def test_block_amax_shows_what_is_not_finite(bad):
-    x = torch.ones(2, 300).bfloat16()
-    x[1, 200] = bad
-    amax = block_amax(x, ROWS)
-    assert amax.dtype == torch.float32 and amax[1, 1].isfinite().logical_not() and amax.isfinite().sum() == 5
-    assert amax[1, 1].isnan() if math.isnan(bad) else amax[1, 1] == INF
-
-
-def test_wrong_arguments_are_refused():
-    x = torch.ones(4, 4)
-    with pytest.raises(ValueError, match="e4m4"):
-        quantize_blockwise(x, E4M4, ROWS, "row")
-    with pytest.raises(ValueError, match=r"got \(128, 1\)"):
-        quantize_blockwise(x, E4M3, (128, 1), "row")
-    with pytest.raises(ValueError, match="layout: expected"):
-        quantize_blockwise(x, E4M3, ROWS, "rows")
-    with pytest.raises(ValueError, match="float64"):
-        quantize_blockwise(x.double(), E4M3, ROWS, "row")
-    with pytest.raises(ValueError, match="x_fp8: expected FP8"):
-        transpose_blockwise(x, torch.ones(4, 1))
-    with pytest.raises(ValueError, match=r"expected float32 \(4, 1\)"):
-        transpose_blockwise(x.to(E4M3.dtype), torch.ones(1, 1))
-    with pytest.raises(ValueError, match=r"got \[14, 18\)"):
-        shard_block_amax(torch.ones(4), 14, (4, 4), ROWS)
-
-
 @pytest.mark.parametrize("shape", [(6, 4), (130, 257), (0, 4)])
 def test_ops_pass_opcheck_and_compile_without_a_break(shape):
     ops, checks = torch.ops.fp8_ds, ("test_schema", "test_faketensor")
@@ -263,12 +225,6 @@ def test_a_value_is_kept_within_a_sixteenth_and_at_31_db(family):
     assert (error[is_normal] <= 1 / 16).all()
 
 
-def test_what_is_kept_is_kept_exactly_the_second_time():
-    """Nothing is lost on the way back."""
-    once = dequantize_groupwise(*quantize_groupwise(many_scales("per_row", 64, 384).bfloat16()))
-    assert_bitwise(once, dequantize_groupwise(*quantize_groupwise(once)))
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_comes_back_as_nan_in_its_group_alone(bad):
     x = torch.ones(3, 256).bfloat16()
@@ -281,16 +237,6 @@ def test_what_is_not_finite_comes_back_as_nan_in_its_group_alone(bad):
 @pytest.mark.parametrize("shape", [(0, 8), (5, 0)], ids=str)
 def test_no_elements_are_no_work(shape):
     assert dequantize_groupwise(*quantize_groupwise(torch.empty(shape).bfloat16())).shape == shape
-
-
-def test_other_groups_are_refused():
-    x_fp8, scale_inv = quantize_groupwise(torch.ones(4, 200))
-    with pytest.raises(ValueError, match=r"x_fp8: expected float8_e4m3fn \[T, C\], contiguous, got torch.float32"):
-        dequantize_groupwise(x_fp8.float(), scale_inv)
-    with pytest.raises(ValueError, match=r"x_fp8: .* with strides"):
-        dequantize_groupwise(x_fp8.t(), scale_inv)
-    with pytest.raises(ValueError, match=r"scale_inv: expected float32 \(4, 2\), got torch.float32 \(4, 1\)"):
-        dequantize_groupwise(x_fp8, scale_inv[:, :1])
 
 
 def test_the_op_passes_opcheck():

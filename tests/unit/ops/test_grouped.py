@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.ops.gemm import scaled_mm
-from fp8_ds.ops.grouped import can_run, columns, columns_by_columns, rows_by_matrices
+from fp8_ds.ops.grouped import columns, columns_by_columns, rows_by_matrices
 from fp8_ds.ops.grouped.reference import GROUP_BLOCK, num_columns
 from fp8_ds.testing import assert_bitwise, sqnr_db
 
@@ -94,49 +92,6 @@ def test_without_rows_or_groups_results_are_empty_or_zeros(dtype: torch.dtype) -
     found = columns_by_columns(columns(grad, nobodys), columns(x, nobodys), nobodys, *SCALES, dtype)
     assert found.shape == (2, 48, 80) and found.dtype == dtype and not found.any()
     assert columns(x, none).shape == (80, 0)
-
-
-def test_autocast_changes_nothing() -> None:
-    x, weight, _, ends = operands()
-    plain = rows_by_matrices(x, weight, ends, *SCALES, torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_bitwise(plain, rows_by_matrices(x, weight, ends, *SCALES, torch.float32))
-
-
-def test_what_no_kernel_takes_is_refused() -> None:
-    x, weight, grad, ends = operands()
-    two = (torch.ones(2), torch.tensor(1.0))
-    cases: list[tuple[str, tuple[Any, ...]]] = [
-        ("a_fp8, b_fp8: expected float8_e4m3fn with", (grad, weight.view(E5M2.dtype), ends, *SCALES, torch.bfloat16)),
-        ("a, b: expected contiguous", (x, weight.mT, ends, *SCALES, torch.bfloat16)),
-        ("multiple of 16", (x[:, :8].contiguous(), weight[..., :8].contiguous(), ends, *SCALES, torch.bfloat16)),
-        ("float32, 0-dim", (x, weight, ends, *two, torch.bfloat16)),
-        ("out_dtype", (x, weight, ends, *SCALES, torch.float64)),
-        ("ends: expected int32", (x, weight, ends.long(), *SCALES, torch.bfloat16)),
-        (r"expected \[P, K\] and \[6, N, K\]", (x, weight[:3], ends, *SCALES, torch.bfloat16)),
-    ]
-    for message, arguments in cases:
-        with pytest.raises(ValueError, match=message):
-            rows_by_matrices(*arguments)
-    with pytest.raises(ValueError, match="expected a contiguous matrix of one-byte"):
-        columns(x.float(), ends)
-    with pytest.raises(ValueError, match=r"expected \[N, Q\] and \[K, Q\]"):
-        columns_by_columns(x, weight, ends, *SCALES, torch.bfloat16)
-
-
-def test_there_are_no_kernels_for_a_cpu() -> None:
-    assert not can_run(torch.device("cpu"))
-
-
-@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)])
-def test_there_are_kernels_for_gpus_with_tma_and_room_for_the_tiles(
-    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """12.x has the former only: its shared memory is a workstation's."""
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert can_run(torch.device("cuda", 0)) == (capability[0] in (9, 10, 11))
 
 
 def test_ops_pass_opcheck() -> None:

@@ -14,48 +14,6 @@ from fp8_ds.numerics.scale import AmaxHistory, AmaxSlot, in_own_storage
 from fp8_ds.ops._register import triton_of
 from fp8_ds.ops.swiglu import swiglu_backward_to_fp8
 
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-
-
-@pytest.fixture
-def add_one_to_both():
-    """An op that writes two arguments. docs/troubleshooting.md shows the same program."""
-    library = torch.library.Library("fp8_ds_test", "FRAGMENT")
-    library.define("add_one_to_both(Tensor(a!) x, Tensor(b!) y) -> ()")
-
-    def kernel(x, y):
-        x.add_(1)
-        y.add_(1)
-
-    library.impl("add_one_to_both", kernel, "CPU")
-    torch.library.register_fake("fp8_ds_test::add_one_to_both", lambda x, y: None, lib=library)
-    yield torch.ops.fp8_ds_test.add_one_to_both
-    library._destroy()
-    torch._dynamo.reset()
-
-
-def written_by(add_one_to_both, make_view):
-    """The vector after a compiled call with its entries 2 and 4."""
-    vector = torch.arange(100.0, 116.0)
-
-    def function(x, y):
-        add_one_to_both(x, y)
-
-    with torch._inductor.utils.fresh_cache():
-        torch.compile(function)(make_view(vector, 2), make_view(vector, 4))
-    return vector.tolist()[:6]
-
-
-def test_torch_up_to_2_12_takes_a_second_written_view_from_twice_its_offset(add_one_to_both):
-    """Where this fails, torch has changed: see whether `in_own_storage` is still needed."""
-    got = written_by(add_one_to_both, lambda vector, i: vector[i])
-    assert got == [100.0, 101.0, 103.0, 103.0, 105.0 if TORCH >= (2, 13) else 109.0, 105.0]
-
-
-def test_entries_in_storages_of_their_own_are_written_in_place(add_one_to_both):
-    got = written_by(add_one_to_both, lambda vector, i: in_own_storage(vector[i]))
-    assert got == [100.0, 101.0, 103.0, 103.0, 105.0, 105.0]
-
 
 def test_own_storage_is_the_same_memory_and_keeps_it():
     matrix = torch.arange(24.0).view(4, 6)

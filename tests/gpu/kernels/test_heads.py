@@ -1,21 +1,23 @@
-"""The kernels of queries, keys and values in Triton's interpreter. ops/test_interpreted.py runs this file."""
+"""The kernels of queries, keys and values against their reference."""
 
 import pytest
 import torch
 from support import many_scales
+from support.kernels import DEVICE, KERNEL, to_device
 
 from fp8_ds.attention.heads import reference, triton
 from fp8_ds.testing import assert_bitwise, sqnr_db
 
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, of NaN
+pytestmark = KERNEL
 
-ENDS_Q, ENDS_K = torch.tensor([0, 70, 70, 99, 131]), torch.tensor([0, 20, 90, 90, 101])
+ENDS_Q, ENDS_K = (torch.tensor(ends, device=DEVICE) for ends in ([0, 70, 70, 99, 131], [0, 20, 90, 90, 101]))
 
 
 def heads(tokens, num_heads, dim, seed=0):
     """bf16 [tokens, heads, dim], a view of something larger, its heads of very different ranges."""
-    x = many_scales("per_column", num_heads, tokens * 2 * dim, seed).view(num_heads, tokens, 2 * dim)[..., :dim]
-    return (x * torch.exp2(3 * torch.arange(num_heads) - 6.0)[:, None, None]).bfloat16().transpose(0, 1)
+    x = many_scales("per_column", num_heads, tokens * 2 * dim, seed).view(num_heads, tokens, 2 * dim)
+    (x,) = to_device((x * torch.exp2(3 * torch.arange(num_heads) - 6.0)[:, None, None]).bfloat16())
+    return x[..., :dim].transpose(0, 1)
 
 
 def assert_kernels_equal_reference(q, k, v, *packed):
