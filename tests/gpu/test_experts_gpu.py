@@ -6,7 +6,6 @@ once. Engines train with either.
 
 from __future__ import annotations
 
-import copy
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +21,7 @@ from fp8_ds.config import LinearConfig
 from fp8_ds.nn.linear.recipes import TensorwiseRecipe
 from fp8_ds.nn.moe import products as expert_products
 from fp8_ds.nn.moe.products import Groups, grouped_linear
-from fp8_ds.nn.plan.convert import apply_plan, fp8_layers
+from fp8_ds.nn.plan.convert import apply_plan
 from fp8_ds.nn.plan.plan import make_plan
 from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.ops.gemm import scaled_mm
@@ -107,16 +106,6 @@ def outputs(experts: Any, history: Any = None, steps: int = 2, num_experts: int 
             history.update(history.amax_local.clone())
         found += [output.detach(), x.grad, weights.grad, experts.gate_up_proj.grad, experts.down_proj.grad]
     return found
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_the_module_computes_what_stock_does(recipe: str) -> None:
-    stock = module()
-    experts, config = nn.ModuleDict({"experts": copy.deepcopy(stock)}), LinearConfig.model_validate({"recipe": recipe})
-    history = apply_plan(experts, make_plan(experts, config), config, "cuda")
-    assert list(fp8_layers(experts)) == ["experts.gate_up_proj", "experts.down_proj"]
-    for k, (one, other) in enumerate(zip(outputs(stock), outputs(experts["experts"], history), strict=True)):
-        assert float(sqnr_db(one.float(), other.float())) > (22 if k % 5 in (0, 2) else 15)
 
 
 def in_a_loop() -> Any:

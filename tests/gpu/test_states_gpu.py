@@ -91,50 +91,6 @@ def test_release_and_overlap_change_no_bit(gpu_ranks: Any, stage: int, world_siz
             assert_same(held[rank], released)
 
 
-def losses_with_reduction(stage: int, kind: str) -> Any:
-    import fp8_ds  # noqa: F401
-
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    zero = {"stage": stage, "overlap_comm": True}
-    fp8 = {"optimizer": E4M11, "zero": {"reduce_scatter": kind}}
-    engine = training.build(training.ds_config(stage, fp8, zero_optimization=zero), MODEL)
-    losses = training.train(engine, STEPS)
-    reduced = engine.fp8_report()["reduced_bytes"]
-    training.destroy(engine)
-    return losses, reduced
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_fp8_reduce_scatter_over_nccl_stays_close_to_bf16(gpu_ranks: Any, stage: int) -> None:
-    fp8 = gpu_ranks(2).run(losses_with_reduction, stage, "fp8")
-    bf16 = gpu_ranks(2).run(losses_with_reduction, stage, "bf16")
-    assert fp8[0][0] == fp8[1][0] and fp8[0][1] > 0 and bf16[0][1] == 0
-    assert max(abs(a - b) / b for a, b in zip(fp8[0][0], bf16[0][0], strict=True)) < 0.02
-
-
-def skip_a_step(stage: int, check: bool) -> Any:
-    engine = build(stage, E4M11, bf16={"enabled": True, "check_grad_overflow": check})
-    training.train(engine, 2)
-    before = all_bytes(engine)
-    batch = training.micro_batches(2, 1)[0].to(engine.device)
-    engine.backward(engine(batch) * float("inf"))
-    engine.step()
-    after = all_bytes(engine)
-    training.train(engine, 2, first_step=3)
-    skipped = engine.skipped_steps
-    training.destroy(engine)
-    return before, after, skipped
-
-
-@pytest.mark.parametrize("check", [True, False], ids=["waits", "does_not_wait"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_step_with_infinite_gradients_changes_no_byte_and_is_counted(gpu_ranks: Any, stage: int, check: bool) -> None:
-    before, after, skipped = gpu_ranks(1).run(skip_a_step, stage, check)[0]
-    for name, tensor in before.items():
-        assert torch.equal(tensor, after[name]), name
-    assert skipped == 1
-
-
 def with_offload(stage: int, is_offloaded: bool) -> Any:
     from types import SimpleNamespace
 

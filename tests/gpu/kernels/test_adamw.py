@@ -113,15 +113,6 @@ def test_steps_with_changing_scales_and_gradients_equal_the_reference_bitwise():
         scale_inv = expected.next_scale_inv
 
 
-def test_scale_vectors_may_have_any_stride():
-    def change(inputs):
-        inputs.scale_inv = torch.stack([inputs.scale_inv, inputs.scale_inv * 8], 1)[:, 0]
-        inputs.next_scale_inv = torch.stack([inputs.next_scale_inv] * 3, 1)[:, 1]
-
-    shard = make_shard(E4M11, 384, 0, scale_index=3)
-    assert_equal(*both([shard], [make_grad(shard, torch.bfloat16)], change))
-
-
 def test_hyperparameters_and_steps_come_from_the_row_of_the_shard():
     def change(inputs):
         second = make_inputs(9, device=inputs.amax.device)

@@ -3,14 +3,14 @@
 import pytest
 import torch
 from support import many_scales
-from support.kernels import DEVICE, KERNEL, to_device
+from support.kernels import KERNEL, to_device
 
 from fp8_ds.attention.heads import reference, triton
 from fp8_ds.testing import assert_bitwise, sqnr_db
 
 pytestmark = KERNEL
 
-ENDS_Q, ENDS_K = (torch.tensor(ends, device=DEVICE) for ends in ([0, 70, 70, 99, 131], [0, 20, 90, 90, 101]))
+ENDS_Q, ENDS_K = torch.tensor([0, 70, 70, 99, 131]), torch.tensor([0, 20, 90, 90, 101])
 
 
 def heads(tokens, num_heads, dim, seed=0):
@@ -41,7 +41,7 @@ def test_batches_equal_the_reference_bitwise(num_heads, num_kv_heads, dim):
 def test_packed_sequences_equal_the_reference_bitwise():
     """One of no queries and one of no keys among them, and a longest length that is longer than the longest."""
     q, k, v = heads(131, 4, 64), heads(101, 2, 64, 1), heads(101, 2, 64, 2)
-    assert_kernels_equal_reference(q, k, v, ENDS_Q.int(), ENDS_K.int(), 200, 70)
+    assert_kernels_equal_reference(q, k, v, *to_device(ENDS_Q.int(), ENDS_K.int()), 200, 70)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

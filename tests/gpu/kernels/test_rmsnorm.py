@@ -163,14 +163,6 @@ def test_programs_that_take_several_partial_sums_equal_reference_bitwise(shape, 
         backward_both(grad, x, weight_of(shape[1]))
 
 
-@pytest.mark.parametrize("shape", [(70, 200), (64, 40)], ids=str)
-def test_partial_sums_of_more_rows_equal_reference_bitwise(shape, monkeypatch):
-    """Of 24 and 22 rows, where three are all that a matrix may have."""
-    monkeypatch.setattr(reference, "MAX_PARTIALS", 3)
-    assert reference.rows_per_partial(*shape) == -(-shape[0] // 3) > reference.MIN_ROWS_PER_PARTIAL
-    backward_both(make_rows(*shape, 1), make_rows(*shape, 0), weight_of(shape[1]))
-
-
 @pytest.mark.parametrize("num_partials", [1, 128, 129, 384, 512])
 def test_sum_of_partials_equals_reference_bitwise(num_partials):
     partial = make_rows(num_partials, 40).float() * 1.1

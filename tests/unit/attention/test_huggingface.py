@@ -11,8 +11,6 @@ from torch._dynamo.testing import CompileCounter
 from transformers import (
     BartConfig,
     BartModel,
-    BertConfig,
-    BertModel,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -116,15 +114,6 @@ def test_generation_with_a_cache_is_that_of_the_whole_sequence() -> None:
     first = model(input_ids=TOKENS[:, :20], use_cache=True)
     rest = model(input_ids=TOKENS[:, 20:], past_key_values=first.past_key_values).logits
     torch.testing.assert_close(rest, model(input_ids=TOKENS, use_cache=False).logits[:, 20:], rtol=1e-4, atol=1e-6)
-
-
-def test_encoders_see_both_sides() -> None:
-    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 64}
-    config = BertConfig(**sizes, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0)
-    model = BertModel(config)
-    stock = model(input_ids=TOKENS).last_hidden_state
-    use_backend(model, "reference", hadamard=False)
-    torch.testing.assert_close(model(input_ids=TOKENS).last_hidden_state, stock, rtol=1e-4, atol=1e-5)
 
 
 def test_a_cache_with_places_for_tokens_to_come_is_refused() -> None:

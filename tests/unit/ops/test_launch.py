@@ -6,7 +6,6 @@ Kernels are compiled for Hopper as on a machine that has one; only what would lo
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -191,24 +190,6 @@ def test_a_format_of_a_descriptors_tensor_is_another_kernel(fake: StandInDriver)
         grouped.rows_by_matrices(rows, x.view(2, 32, 128), ends, *scales, torch.bfloat16, False)
     launchers = [launcher for launcher, _ in fake.launched]
     assert launchers[:2] == launchers[2:] and launchers[0] != launchers[1]
-
-
-def test_grouped_products_are_hoppers_own_with_copies_by_the_copy_engine(fake: StandInDriver) -> None:
-    """Of E5M2 by E4M3, too; and what is compiled for each choice of tiles fits a multiprocessor."""
-    from fp8_ds.ops.grouped import kernel
-    from fp8_ds.ops.grouped import triton as grouped
-
-    x = torch.ones(64, 512).to(torch.float8_e4m3fn)
-    ends, scales = torch.tensor([5, 64], dtype=torch.int32), (torch.ones(()), torch.ones(()))
-    for rows, fast in ((x, True), (x, False), (x.to(torch.float8_e5m2), False)):
-        grouped.rows_by_matrices(rows, x.view(2, 32, 512).repeat(1, 16, 1), ends, *scales, torch.bfloat16, fast)
-        grouped.columns_by_columns(rows.repeat(8, 1), x.repeat(8, 1), ends, *scales, torch.bfloat16, fast)
-    for function in (kernel.rows_kernel, kernel.matrices_kernel):
-        found = [one.asm["ptx"] for one in function.device_caches[0][0].values()]
-        assert len(found) >= 3 and all("cp.async.bulk.tensor.2d" in ptx for ptx in found)
-        for formats in ("e4m3.e4m3", "e5m2.e4m3"):
-            product = re.compile(rf"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.{formats}")
-            assert any(map(product.search, found))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
