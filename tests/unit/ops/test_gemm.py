@@ -60,14 +60,6 @@ def test_empty_operands_give_zeros(monkeypatch, backend, shape):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("which", [2, 3])
-def test_a_poisoned_scale_inv_poisons_the_whole_product(backend, which):
-    args = list(operands(4, 16, 16))
-    args[which] = torch.tensor(float("nan"))
-    assert scaled_mm(*args, torch.bfloat16, backend).isnan().all()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_autocast_does_not_reach_inside(backend):
     args = operands(16, 64, 16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -120,13 +112,3 @@ def test_row_scales_on_a_cpu_that_takes_them_and_on_one_that_does_not(monkeypatc
     monkeypatch.setattr(module, "_CPU_HAS_ROWS", module._CPU_HAS_ROWS and has_rows)
     got = scaled_mm(a, b, row_a, row_b, torch.float32, "torch")
     torch.testing.assert_close(got.double(), truth(a, b, row_a, scale_inv_b), rtol=1e-5, atol=1e-5)
-
-
-def test_op_passes_opcheck():
-    args = operands(17, 33, 5)
-    for backend in BACKENDS:
-        torch.library.opcheck(
-            torch.ops.fp8_ds.scaled_mm.default,
-            (*args, torch.bfloat16, False, backend),
-            test_utils="test_faketensor",  # test_schema multiplies its inputs, which float8 on CPU cannot
-        )

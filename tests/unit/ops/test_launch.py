@@ -153,32 +153,16 @@ def ops() -> dict[str, Callable[[], Any]]:
     }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "transpose",
-        "tensorwise",
-        "delayed",
-        "swiglu_backward",
-        "grouped_rows",
-        "grouped_columns",
-        "grouped_matrices",
-        "weighted_sum",
-        "weighted_sum_backward",
-    ],
-)
-def test_our_kernels_get_what_triton_would_give_them(
-    fake: StandInDriver, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_our_kernels_get_what_triton_would_give_them(fake: StandInDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for addresses of what an op allocates."""
-    op = ops()[name]
-    seen: list[list[Any]] = []
-    for by_triton in (False, False, True):  # new, known, Triton's own way
-        monkeypatch.setattr(_launch, "_BY_TRITON", by_triton)
-        fake.launched.clear()
-        op()
-        seen.append([(who, [a[0] if isinstance(a, tuple) else a for a in args]) for who, args in fake.launched])
-    assert seen[0] == seen[1] == seen[2] != []
+    for name, op in ops().items():
+        seen: list[list[Any]] = []
+        for by_triton in (False, False, True):  # new, known, Triton's own way
+            monkeypatch.setattr(_launch, "_BY_TRITON", by_triton)
+            fake.launched.clear()
+            op()
+            seen.append([(who, [a[0] if isinstance(a, tuple) else a for a in args]) for who, args in fake.launched])
+        assert seen[0] == seen[1] == seen[2] != [], name
 
 
 def test_a_format_of_a_descriptors_tensor_is_another_kernel(fake: StandInDriver) -> None:

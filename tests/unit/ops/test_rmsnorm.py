@@ -109,14 +109,3 @@ def test_backward_is_the_gradient(num_rows):
     assert grad_x.dtype == torch.bfloat16 and grad_weight.dtype == torch.float32
     assert sqnr_db(true_x, grad_x) > 50
     assert sqnr_db(true_weight, grad_weight) > 120
-
-
-@pytest.mark.parametrize("scaling", SCALINGS)
-def test_ops_pass_opcheck(scaling):
-    checks = ("test_schema", "test_faketensor")
-    slot = make_slot() if scaling == "given" else None
-    slot_tensors = (None,) * 3 if slot is None else (slot.scale, slot.scale_inv, slot.amax_local)
-    arguments = (X, WEIGHT, EPS, scaling, *slot_tensors, E4M3.dtype, E4M3.max, False)
-    torch.library.opcheck(torch.ops.fp8_ds.rmsnorm.default, arguments, test_utils=checks)
-    backward = (X, X, WEIGHT, reference.rstd_of(X, EPS))
-    torch.library.opcheck(torch.ops.fp8_ds.rmsnorm_backward.default, backward, test_utils=checks)

@@ -9,7 +9,6 @@ from support.producers import (
     make_gate,
     make_rows,
     make_scaling,
-    make_slot,
 )
 from torch.nn.functional import silu
 
@@ -118,24 +117,6 @@ def test_no_elements_are_no_work(shape, scaling):
         assert (output.scale_inv == (2.0**-126 if scaling == "rowwise" else 1)).all()
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("with_hp", [False, True])
-def test_ops_pass_opcheck(scaling, with_hp):
-    checks = ("test_schema", "test_faketensor")
-    ops = torch.ops.fp8_ds
-    one, two = ((slot.scale, slot.scale_inv, slot.amax_local) for slot in (make_slot(), make_slot()))
-    if scaling != "given":
-        one = two = (None,) * 3
-    fmt = (E5M2.dtype, E5M2.max)
-    torch.library.opcheck(ops.swiglu.default, (GATE, UP, scaling, *one, *fmt, with_hp), test_utils=checks)
-    torch.library.opcheck(ops.swiglu_backward.default, (GRAD, GATE, UP, with_hp), test_utils=checks)
-    if scaling != "rowwise":
-        arguments = (GRAD, GATE, UP, scaling, *one, *two, *fmt, with_hp)
-        torch.library.opcheck(ops.swiglu_backward_to_fp8.default, arguments, test_utils=checks)
-        arguments = (GATE, UP, None, None, scaling, *one[:2], None, *fmt)
-        torch.library.opcheck(ops.swiglu_columns.default, arguments, test_utils=checks)
-
-
 @pytest.mark.parametrize("scaling", ONE_SCALE)
 def test_columns_are_the_rows_transposed(scaling):
     product, columns = make_scaling(scaling), make_scaling(scaling)
@@ -144,20 +125,6 @@ def test_columns_are_the_rows_transposed(scaling):
     assert_same(expected.x_fp8.view(torch.uint8).t(), got.view(torch.uint8))
     assert_same(expected.scale_inv, scale_inv)
     assert (amax is None) == (scaling == "given")
-
-
-@pytest.mark.parametrize("is_kept", [False, True])
-@pytest.mark.parametrize("scaling", ONE_SCALE)
-def test_the_op_of_columns_beside_gradients_passes_opcheck(scaling, is_kept):
-    slots = [(slot.scale, slot.scale_inv, slot.amax_local) for slot in (make_slot() for _ in range(3))]
-    product, gate, up = slots if scaling == "given" else [(None,) * 3] * 3
-    values, scales = zip(*(quantize_groupwise(x) if is_kept else (x, None) for x in (GATE, UP)), strict=True)
-    tail = (E4M3.dtype, E4M3.max, E5M2.dtype, E5M2.max)
-    torch.library.opcheck(
-        torch.ops.fp8_ds.swiglu_backward_and_columns.default,
-        (GRAD, *values, *scales, scaling, *product[:2], None, *gate, *up, *tail),
-        test_utils=("test_faketensor",) if is_kept else ("test_schema", "test_faketensor"),  # torch's fails on FP8
-    )
 
 
 @pytest.mark.parametrize("is_kept", [False, True])

@@ -21,15 +21,6 @@ def test_every_byte_is_moved_to_its_place_whatever_it_means(shape, dtype):
         assert_bitwise(x_t.view(torch.uint8)[:, i], x[i])
 
 
-@pytest.mark.parametrize("shape", [(6, 4), (1, 4), (0, 4)])
-def test_op_passes_opcheck_and_compiles(shape):
-    x = torch.randint(-128, 128, shape, dtype=torch.int8)  # opcheck multiplies, which torch's FP8 dtypes cannot
-    op = torch.ops.fp8_ds.transpose.default
-    torch.library.opcheck(op, (x,), test_utils=("test_schema", "test_faketensor"))
-    compiled = torch.compile(transpose, fullgraph=True, backend="aot_eager")
-    assert_bitwise(compiled(x), transpose(x))
-
-
 def test_byte_permutes_of_the_ptx_turn_a_block_of_4_by_4():
     """`prmt d, a, b, selector`: nibble i of the selector numbers a byte of a (0 to 3) or b (4 to 7) that goes to i."""
     pytest.importorskip("triton")
