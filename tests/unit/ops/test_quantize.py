@@ -17,6 +17,7 @@ from fp8_ds.ops.quantize import (
     quantize_tensorwise,
     record_amax,
 )
+from fp8_ds.ops.quantize.multi_tensor import MultiTensorQuantize, QuantizePart
 from fp8_ds.ops.quantize.reference import amax
 from fp8_ds.testing import assert_bitwise, sqnr_db
 
@@ -222,3 +223,17 @@ def test_rows_of_zeros_and_of_no_elements_have_the_smallest_scale_inv():
         assert x_fp8.shape == shape and scale_inv.tolist() == [[zero]] * shape[0]
         assert x_fp8_t.shape == shape[::-1] and scale_inv_t.tolist() == [[zero]] * shape[1]
         assert quantize_and_transpose_tensorwise(empty, E4M3, "both")[2] == 1
+
+
+def test_a_cast_of_many_parts_finds_tensors_that_have_moved():
+    """A kernel reads from the table where they are."""
+    scales = torch.tensor(2.0), torch.tensor(3.0)
+    parts = [QuantizePart(torch.randn(40), torch.zeros(40).to(E4M3.dtype), scale) for scale in scales]
+    cast = MultiTensorQuantize(parts, E4M3)
+    cast()
+    parts[0].x.data = parts[0].x * -1.5
+    cast()
+    rows = torch.cat([launch.table for launch in cast._launches]).tolist()
+    assert sorted(row[:3] for row in rows) == sorted(list(part.addresses) for part in parts)
+    for part in parts:
+        assert_bitwise(part.out, quantize(part.x, part.grid, E4M3))
