@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import test_zero
-import torch
 import torch.distributed as dist
 import training
 from support.collectives import count_collectives
-from support.inputs import many_scales
 from torch import Tensor
 
 from fp8_ds.comm import reduce_scatter as module
-from fp8_ds.comm.reduce_scatter import (
-    GROUP,
-    block_bytes,
-    num_groups,
-    reduce_scatter_fp8,
-    reduce_scatter_fp8_shares,
-)
 from fp8_ds.testing import assert_bitwise, sqnr_db
 from fp8_ds.zero import reduce
 
@@ -30,101 +20,6 @@ pytestmark = pytest.mark.distributed
 IN_FP8: dict[str, Any] = {"zero": {"reduce_scatter": "fp8"}}
 WIDE = {"width": 128, "hidden": 384, "num_blocks": 2}
 RAGGED = {"width": 50, "hidden": 70, "num_blocks": 2, "tiny": True}
-
-
-# --- the collective ---
-
-# Sizes of the pieces for each destination: uneven, empty, and a rank that is sent nothing.
-SIZES = [[130, 0, 1], [], [1000, 127], [128, 5, 300]]
-
-
-def pieces_of(owner: int, world: int) -> list[list[Tensor]]:
-    """What `owner` has for each rank; each piece in a range of its own."""
-    flat = many_scales("per_row", 16, 200, seed=owner).bfloat16().flatten()
-    return [[flat.narrow(0, 7 * i, n) * 10.0 ** (-3 * i) for i, n in enumerate(sizes)] for sizes in SIZES[:world]]
-
-
-def exchange(
-    owners: list[int], balanced: bool, dtype: torch.dtype = torch.float32, chunk: int = 1 << 16
-) -> tuple[list[Tensor], int, int]:
-    """(sums, bytes, all-to-alls) of this rank, which brings what belongs to `owners[rank]`."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    mine = pieces_of(owners[rank], world)
-    with pytest.MonkeyPatch.context() as patch, count_collectives() as count:
-        patch.setattr(module, "is_balanced", lambda *_: balanced)
-        patch.setattr(module, "_CHUNK_GROUPS", chunk)
-        sums, num_bytes = reduce_scatter_fp8(dist.group.WORLD, mine, dtype, 1 / world)
-    assert count.calls.total() == count.calls["all_to_all"]
-    return sums, num_bytes, count.calls["all_to_all"]
-
-
-def sum_of(of_owners: list[list[Tensor]]) -> list[Tensor]:
-    """What the one rank that keeps these pieces gets, computed here."""
-    groups = num_groups([piece.numel() for piece in of_owners[0]])
-    blocks = torch.zeros(len(of_owners), block_bytes(groups), dtype=torch.uint8)
-    for pieces, block in zip(of_owners, blocks, strict=True):
-        if groups:
-            module.pack(block[None], groups, pieces[0].dtype, partial(module._fill_one, pieces))
-    total = module.unpack_sum(blocks, groups, torch.float32, 1 / len(of_owners))
-    return module._slices(total, [piece.numel() for piece in of_owners[0]])
-
-
-@pytest.mark.parametrize("balanced", [False, True])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_all_to_alls_carry_uneven_and_empty_pieces(ranks: Any, world_size: int, balanced: bool) -> None:
-    owners = list(range(world_size))
-    results = ranks(world_size).run(exchange, owners, balanced)
-    swapped = ranks(world_size).run(exchange, owners[::-1], balanced)
-    in_bf16 = ranks(world_size).run(exchange, owners, balanced, torch.bfloat16)
-    in_chunks = [ranks(world_size).run(exchange, owners, balanced, torch.float32, chunk) for chunk in (1, 4, 7)]
-    groups = [num_groups(sizes) for sizes in SIZES[:world_size]]
-    part = -(-sum(groups) // world_size)
-    for rank, (sums, num_bytes, num_calls) in enumerate(results):
-        assert num_calls == 1 + balanced
-        if balanced:
-            to_add = [k for k in range(part * rank, part * (rank + 1)) if k < sum(groups)]
-            assert num_bytes == world_size * block_bytes(part) + len(to_add) * GROUP * 4
-        else:
-            assert num_bytes == sum(map(block_bytes, groups))
-        expected = sum_of([pieces_of(owner, world_size)[rank] for owner in owners])
-        assert [piece.numel() for piece in sums] == SIZES[rank]
-        for k, (piece, same) in enumerate(zip(sums, expected, strict=True)):
-            assert_bitwise(piece, same)
-            assert_bitwise(swapped[rank][0][k], same)  # whichever rank held what
-            assert_bitwise(in_bf16[rank][0][k], same.bfloat16())
-            for chunked in in_chunks:
-                assert_bitwise(chunked[rank][0][k], same)
-
-
-def shares(numels: list[int], chunk: int) -> tuple[list[Tensor], list[Tensor], int]:
-    """What `reduce_scatter_fp8_shares` gives, what `reduce_scatter_fp8` gives of the same, and the bytes of both."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    flat = many_scales("per_row", 16, 200, seed=rank).bfloat16().flatten()
-    tensors = [flat.narrow(0, 3 * i, numel) * 10.0**-i for i, numel in enumerate(numels)]
-    pieces: list[list[Tensor]] = [[] for _ in range(world)]
-    for tensor in tensors:
-        share = -(-tensor.numel() // world)
-        for destination, of_rank in enumerate(pieces):
-            start = min(destination * share, tensor.numel())
-            of_rank.append(tensor.narrow(0, start, min(share, tensor.numel() - start)))
-    with pytest.MonkeyPatch.context() as patch, count_collectives() as count:
-        patch.setattr(module, "_CHUNK_GROUPS", chunk)
-        sums, num_bytes = reduce_scatter_fp8_shares(dist.group.WORLD, tensors, torch.float32, 1 / world)
-    assert count.calls["all_to_all"] == count.calls.total() == min(1, sum(numels))
-    other, _ = reduce_scatter_fp8(dist.group.WORLD, pieces, torch.float32, 1 / world)
-    return sums, other, num_bytes
-
-
-@pytest.mark.parametrize("chunk", [1 << 16, 7, 1])
-@pytest.mark.parametrize("numels", [[1000, 3, 0, 128, 2051], [1], [0], []], ids=str)
-def test_equal_shares_have_the_bits_of_pieces_rank_by_rank(ranks: Any, numels: list[int], chunk: int) -> None:
-    for rank, (sums, other, num_bytes) in enumerate(ranks(3).run(shares, numels, chunk)):
-        assert num_bytes == 3 * block_bytes(num_groups([-(-numel // 3) for numel in numels]))
-        assert [piece.numel() for piece in sums] == [
-            max(0, min(-(-numel // 3), numel - rank * -(-numel // 3))) for numel in numels
-        ]
-        for piece, same in zip(sums, other, strict=True):
-            assert_bitwise(piece, same)
 
 
 # --- averaged gradients in an engine ---

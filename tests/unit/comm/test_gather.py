@@ -5,12 +5,15 @@ from __future__ import annotations
 from itertools import accumulate
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from support.properties import settled
+from support.threads import on_threads
 
-from fp8_ds.comm.collectives import ByteCounter
-from fp8_ds.comm.gather import equal_parts, gather_method, gathered_bytes
+from fp8_ds.comm.collectives import ByteCounter, max_reduce
+from fp8_ds.comm.gather import equal_parts, gather_method, gather_runs, gathered_bytes
 from fp8_ds.comm.layout import ShardRange
 
 
@@ -77,3 +80,55 @@ def test_every_element_in_a_part_goes_from_its_owner_to_the_parts_rank(sizes: li
         for rank in ranks:
             expected = len([element for element in owned[owner] if element // part == rank])
             assert into[rank][owner] == out_of[owner][rank] == expected
+
+
+# --- on ranks ---
+
+ON_RANKS = [
+    # Elements of each rank; the last are given to few owners' broadcasts, or balanced first.
+    ("even", (64, 64)),
+    ("even", (5, 5, 5, 5)),
+    ("padded", (100, 99)),
+    ("padded", (100, 100, 100, 97)),
+    ("broadcast", (0, 50)),
+    ("broadcast", (40, 7, 1)),
+    ("balanced", (0, 600)),  # 256 bytes each in uint8, and 88 left over
+    ("balanced", (0, 900, 300, 1700)),
+    ("balanced", (0, 33, 0, 80)),  # too small for equal shares
+]
+
+
+def gathered(numels: tuple[int, ...], hole: int, dtype: torch.dtype) -> tuple[bool, int]:
+    """Whether every run arrives, and nothing else changes; the bytes that are announced less those returned."""
+    owned, rank = runs(*numels, gap=hole), dist.get_rank()
+    buffer = torch.full((owned[-1].stop + 5,), 250, dtype=dtype)
+    expected = buffer.clone()
+    for run in owned:
+        values = ((torch.arange(run.numel) + 37 * run.rank) % 241).to(dtype)
+        expected[run.start : run.stop] = values
+        if run.rank == rank:
+            buffer[run.start : run.stop] = values
+    num_bytes = gather_runs(dist.group.WORLD, buffer, owned)
+    return torch.equal(buffer, expected), num_bytes - gathered_bytes(owned, len(numels), buffer.element_size())
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("method", "numels"), ON_RANKS)
+def test_runs_arrive_in_the_announced_bytes(
+    monkeypatch: pytest.MonkeyPatch, method: str, numels: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr("fp8_ds.comm.gather.MAX_BROADCASTS", 0 if method == "balanced" else 16)
+    hole = 0 if method == "even" else 3
+    assert gather_method(runs(*numels, gap=hole), len(numels), 2) == method
+    assert on_threads(len(numels), gathered, numels, hole, dtype) == [(True, 0)] * len(numels)
+
+
+def reduce_max(num: int) -> list[float]:
+    values = torch.arange(num, dtype=torch.float32) * (1 - 2 * dist.get_rank())
+    max_reduce(dist.group.WORLD, values)
+    return values.tolist()
+
+
+def test_max_reduce_takes_the_largest_of_all_ranks() -> None:
+    assert on_threads(2, reduce_max, 3) == [[0.0, 1.0, 2.0]] * 2
+    assert on_threads(2, reduce_max, 0) == [[]] * 2

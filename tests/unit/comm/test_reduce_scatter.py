@@ -1,4 +1,4 @@
-"""The arithmetic of the FP8 reduce-scatter, with ranks played one after the other. Real ranks: tests/distributed."""
+"""The arithmetic of the FP8 reduce-scatter, with ranks one after the other or as threads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.inputs import MANY_SCALES, many_scales
+from support.threads import on_threads
 from torch import Tensor
 
 from fp8_ds.comm import reduce_scatter
@@ -20,6 +22,8 @@ from fp8_ds.comm.reduce_scatter import (
     num_groups,
     pack,
     quantize_groups,
+    reduce_scatter_fp8,
+    reduce_scatter_fp8_shares,
     unpack_sum,
 )
 from fp8_ds.numerics.formats import E4M3
@@ -204,3 +208,82 @@ def test_ranks_share_the_adding_where_few_keep_the_sums() -> None:
 def test_a_block_takes_1_01_bytes_an_element_and_blocks_stay_aligned() -> None:
     assert block_bytes(num_groups([1 << 20])) / (1 << 20) < 1.008
     assert all(block_bytes(n) % 16 == 0 and block_bytes(n) >= n * (GROUP + 1) for n in range(100))
+
+
+# --- on ranks ---
+
+# Sizes of the pieces for each destination: uneven, empty, and a rank that is sent nothing.
+PIECES = [[130, 0, 1], [], [1000, 127], [128, 5, 300]]
+
+
+def pieces_of(owner: int, world: int) -> list[list[Tensor]]:
+    """What `owner` has for each rank; each piece in a range of its own."""
+    flat = many_scales("per_row", 16, 200, seed=owner).bfloat16().flatten()
+    return [[flat.narrow(0, 7 * i, n) * 10.0 ** (-3 * i) for i, n in enumerate(sizes)] for sizes in PIECES[:world]]
+
+
+def exchange(owners: list[int], dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], int]:
+    """(sums, bytes) of this rank, which brings what belongs to `owners[rank]`."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return reduce_scatter_fp8(dist.group.WORLD, pieces_of(owners[rank], world), dtype, 1 / world)
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_all_to_alls_carry_uneven_and_empty_pieces(
+    monkeypatch: pytest.MonkeyPatch, world_size: int, balanced: bool
+) -> None:
+    monkeypatch.setattr(reduce_scatter, "is_balanced", lambda *_: balanced)
+    owners = list(range(world_size))
+    results = on_threads(world_size, exchange, owners)
+    swapped = on_threads(world_size, exchange, owners[::-1])
+    in_bf16 = on_threads(world_size, exchange, owners, torch.bfloat16)
+    monkeypatch.setattr(reduce_scatter, "_CHUNK_GROUPS", 3)
+    in_chunks = on_threads(world_size, exchange, owners)
+    groups = [num_groups(sizes) for sizes in PIECES[:world_size]]
+    part = -(-sum(groups) // world_size)
+    for rank, (sums, num_bytes) in enumerate(results):
+        if balanced:
+            to_add = [k for k in range(part * rank, part * (rank + 1)) if k < sum(groups)]
+            assert num_bytes == world_size * block_bytes(part) + len(to_add) * GROUP * 4
+        else:
+            assert num_bytes == sum(map(block_bytes, groups))
+        of_owners = [pieces_of(owner, world_size)[rank] for owner in owners]
+        expected = reduced(of_owners, factor=1 / world_size)
+        assert [piece.numel() for piece in sums] == PIECES[rank]
+        for k, (piece, same) in enumerate(zip(sums, expected, strict=True)):
+            assert_bitwise(piece, same)
+            assert_bitwise(swapped[rank][0][k], same)  # whichever rank held what
+            assert_bitwise(in_bf16[rank][0][k], same.bfloat16())
+            assert_bitwise(in_chunks[rank][0][k], same)
+
+
+def shares(numels: list[int]) -> tuple[list[Tensor], list[Tensor], int]:
+    """What `reduce_scatter_fp8_shares` gives, what `reduce_scatter_fp8` gives of the same, and the bytes of both."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    flat = many_scales("per_row", 16, 200, seed=rank).bfloat16().flatten()
+    tensors = [flat.narrow(0, 3 * i, numel) * 10.0**-i for i, numel in enumerate(numels)]
+    pieces: list[list[Tensor]] = [[] for _ in range(world)]
+    for tensor in tensors:
+        share = -(-tensor.numel() // world)
+        for destination, of_rank in enumerate(pieces):
+            start = min(destination * share, tensor.numel())
+            of_rank.append(tensor.narrow(0, start, min(share, tensor.numel() - start)))
+    sums, num_bytes = reduce_scatter_fp8_shares(dist.group.WORLD, tensors, torch.float32, 1 / world)
+    other, _ = reduce_scatter_fp8(dist.group.WORLD, pieces, torch.float32, 1 / world)
+    return sums, other, num_bytes
+
+
+@pytest.mark.parametrize("chunk", [1 << 16, 7, 1])
+@pytest.mark.parametrize("numels", [[1000, 3, 0, 128, 2051], [1], [0], []], ids=str)
+def test_equal_shares_have_the_bits_of_pieces_rank_by_rank(
+    monkeypatch: pytest.MonkeyPatch, numels: list[int], chunk: int
+) -> None:
+    monkeypatch.setattr(reduce_scatter, "_CHUNK_GROUPS", chunk)
+    for rank, (sums, other, num_bytes) in enumerate(on_threads(3, shares, numels)):
+        assert num_bytes == 3 * block_bytes(num_groups([-(-numel // 3) for numel in numels]))
+        assert [piece.numel() for piece in sums] == [
+            max(0, min(-(-numel // 3), numel - rank * -(-numel // 3))) for numel in numels
+        ]
+        for piece, same in zip(sums, other, strict=True):
+            assert_bitwise(piece, same)
