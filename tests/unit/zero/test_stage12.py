@@ -1,0 +1,107 @@
+"""Compact buffers and FP8 reductions of ZeRO-1 and 2, on a stub host whose ranks are threads."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.threads import on_threads
+from torch import Tensor, nn
+
+from fp8_ds.comm.collectives import ByteCounter
+from fp8_ds.errors import UnsupportedError
+from fp8_ds.numerics.formats import E4M3
+from fp8_ds.zero.compact_buffer import CompactBuffer, pieces_of
+from fp8_ds.zero.reduce import Fp8ReduceStage12
+
+SHAPES = [(3, 5), (40,), (2, 33), (7,)]
+NUM_RANKS = 3
+
+
+def flat_starts() -> list[int]:
+    return [sum(torch.Size(shape).numel() for shape in SHAPES[:i]) for i in range(len(SHAPES))]
+
+
+def gathered(dtype: torch.dtype) -> list[int]:
+    """Parameters whose data is no longer in the buffer, once one has been assigned elsewhere."""
+    total = sum(torch.Size(shape).numel() for shape in SHAPES)
+    size, rank = -(-total // NUM_RANKS), dist.get_rank()
+    flat = (torch.arange(NUM_RANKS * size) % 97).float().to(dtype)
+    params = [nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False) for shape in SHAPES]
+    buffer = CompactBuffer(params, flat_starts(), size, dist.group.WORLD, dtype, torch.device("cpu"))
+    for i, p in enumerate(params):
+        p.data = buffer.view(i)
+    buffer.copy_own(flat[rank * size : (rank + 1) * size])
+    buffer.gather()
+    for p, start in zip(params, flat_starts(), strict=True):
+        assert torch.equal(p.float(), flat[start : start + p.numel()].view(p.shape).float())
+        assert p.data_ptr() % 16 == buffer.buffer.data_ptr() % 16  # FP8 GEMMs read 16 bytes at a time
+    assert buffer.strays() == []
+    params[2].data = params[2].data.clone()
+    return buffer.strays()
+
+
+@pytest.mark.parametrize("dtype", [E4M3.dtype, torch.bfloat16], ids=str)
+def test_every_parameter_arrives_in_its_place_of_the_buffer(dtype: torch.dtype) -> None:
+    assert on_threads(NUM_RANKS, gathered, dtype) == [[2]] * NUM_RANKS
+
+
+def test_pieces_are_views_in_order() -> None:
+    flat = torch.arange(20)
+    pieces = pieces_of(flat, [(0, 2), (5, 3), (8, 0), (18, 2)])
+    assert [piece.tolist() for piece in pieces] == [[0, 1], [5, 6, 7], [], [18, 19]]
+    assert pieces[1].data_ptr() == flat[5:].data_ptr()
+
+
+NUMELS = [200, 130, 50]
+"""Of the parameters in one bucket; rank 0 keeps the first and part of the second, rank 1 the rest."""
+
+
+def host(counter: ByteCounter) -> Any:
+    found: Any = Fp8ReduceStage12()
+    found.dp_process_group, found.overlap_comm = dist.group.WORLD, False
+    found.optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    found.bit16_groups = [[torch.empty(numel) for numel in NUMELS]]
+    found.ipg_buckets = {torch.bfloat16: SimpleNamespace(params=[(0, index, None) for index in range(3)])}
+    found._fp8 = SimpleNamespace(counter=counter)
+    return found
+
+
+def values(rank: int) -> Tensor:
+    return (torch.arange(sum(NUMELS)) % 15 - 7).float() * 2.0**rank  # exact in E4M3, and so are their sums
+
+
+def reduced(outputs: bool) -> tuple[Tensor, Tensor, int]:
+    """The bucket after the reduction, what was added to the outputs, and the bytes sent. Rank 0's slices are merged."""
+    buffer, ends = values(dist.get_rank()).bfloat16(), [(0, 0, 200), (0, 200, 260), (1, 260, 330), (1, 330, 380)]
+    if dist.get_rank() == 0:
+        ends = [(0, 0, 260), *ends[2:]]
+    added, counter = torch.ones(sum(NUMELS), dtype=torch.bfloat16), ByteCounter()
+    bucket = [
+        ({rank}, buffer[start:end], added[start:end]) if outputs else (rank, buffer[start:end])
+        for rank, start, end in ends
+    ]
+    host(counter).allreduce_and_scatter(bucket, torch.bfloat16)
+    return buffer, added, counter.reduced
+
+
+@pytest.mark.parametrize("outputs", [False, True], ids=["0.18", "0.19.8"])
+def test_each_rank_gets_the_sum_of_its_slices_wherever_deepspeed_cuts_them(outputs: bool) -> None:
+    total = values(0) + values(1)
+    found = on_threads(2, reduced, outputs)
+    for (buffer, added, num_bytes), own in zip(found, (slice(0, 260), slice(260, 380)), strict=True):
+        assert torch.equal(buffer[own].float(), total[own])
+        assert torch.equal(added[own].float(), total[own] + 1 if outputs else torch.ones_like(total[own]))
+        assert num_bytes == (3 + 2) * 128 + 2 * 16  # groups of each parameter's slices, and their exponents
+
+
+def test_an_optimizer_that_needs_whole_gradients_is_refused() -> None:
+    def refuse() -> None:
+        with pytest.raises(UnsupportedError, match=r"fp8\.zero\.reduce_scatter"):
+            bucket = [({0, 1}, torch.zeros(380), None)]
+            host(ByteCounter()).allreduce_and_scatter(bucket, torch.bfloat16)
+
+    on_threads(2, refuse)

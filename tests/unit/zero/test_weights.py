@@ -1,0 +1,86 @@
+"""WeightQuantizer on ranks that are threads: the bytes and scales are those of one rank, however weights are cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.inputs import many_scales
+from support.threads import on_threads
+from torch import Tensor
+
+from fp8_ds.comm.collectives import ByteCounter
+from fp8_ds.nn.linear.payload import OF_RECIPE, Granularity
+from fp8_ds.numerics.formats import E4M3
+from fp8_ds.numerics.scale import AmaxHistory
+from fp8_ds.zero.weights import Part, WeightQuantizer, reduced_amaxes, virtual_flat
+
+SHAPES = [(3, 5), (40, 150), (1, 129)]
+
+
+def weights() -> list[Tensor]:
+    return [many_scales("per_row", *shape, seed=i).flatten() for i, shape in enumerate(SHAPES)]
+
+
+def cut(numel: int, num_ranks: int, rank: int) -> range:
+    """Elements of a rank: uneven, and none on rank 1."""
+    ends = [0, numel // 3, numel // 3, numel] if num_ranks == 3 else [0, numel]
+    return range(ends[rank], ends[rank + 1])
+
+
+def quantized(granularity: Granularity, history: bool) -> tuple[list[Tensor], list[Tensor], list[float], int]:
+    """This rank's bytes by weight, all scale_inv, the newest row of the history, and the number of reductions."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    amaxes = AmaxHistory(2, [448.0, 448.0]) if history else None
+    counter = ByteCounter()
+    group: Any = dist.group.WORLD
+    quantizer = WeightQuantizer(group, SHAPES, granularity, torch.device("cpu"), amaxes, counter)
+    parts = []
+    for weight in weights():
+        own = cut(weight.numel(), num_ranks, rank)
+        shard = torch.zeros(len(own), dtype=E4M3.dtype)
+        parts.append(Part(weight[own.start : own.stop].clone(), shard, own.start))
+    quantizer.set_parts(parts)
+    before = [grid.data_ptr() for grid in quantizer.scale_inv]
+    if amaxes is not None:
+        amaxes.amax_local.copy_(torch.tensor([1.0 + rank, 9.0 - rank]))
+    quantizer.refresh(is_step=True)
+    assert before == [grid.data_ptr() for grid in quantizer.scale_inv]
+    newest = [] if amaxes is None else amaxes.amax_history[0].tolist()
+    return [part.shard.view(torch.uint8) for part in parts], quantizer.scale_inv, newest, counter.num_amax_reduces
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
+def test_parts_have_the_bytes_and_scales_of_the_whole(recipe: str) -> None:
+    granularity, delayed = OF_RECIPE[recipe], recipe == "delayed"
+    [(whole, scales, _, _)] = on_threads(1, quantized, granularity, delayed)
+    of_ranks = on_threads(3, quantized, granularity, delayed)
+    for index, shape in enumerate(SHAPES):
+        assert torch.equal(torch.cat([parts[index] for parts, *_ in of_ranks]), whole[index])
+        assert scales[index].shape == granularity.grid(shape)
+        decoded = whole[index].view(E4M3.dtype).float()
+        if recipe in ("tensorwise", "delayed"):
+            assert torch.allclose(
+                decoded * scales[index], weights()[index], rtol=2.0**-4, atol=float(scales[index]) / 512
+            )
+    for _, scale_inv, newest, num_reduces in of_ranks:
+        assert all(torch.equal(one, other) for one, other in zip(scale_inv, scales, strict=True))
+        assert newest == ([3.0, 9.0] if delayed else []) and num_reduces == 1
+
+
+def test_amaxes_of_pieces_are_those_of_all_ranks() -> None:
+    def amaxes() -> list[float]:
+        rank = dist.get_rank()
+        pieces = [(0, torch.tensor([1.0, -2.0 - rank])), (2, torch.tensor([])), (0, torch.tensor([0.5]).bfloat16())]
+        return reduced_amaxes(3, pieces[: 3 if rank else 0], dist.group.WORLD, "cpu").tolist()  # type: ignore[arg-type]
+
+    assert on_threads(2, amaxes) == [[3.0, 0.0, 0.0]] * 2
+
+
+def test_masters_that_are_not_there_take_no_memory_and_cannot_be_written() -> None:
+    flat = virtual_flat(1000, "cpu")
+    assert flat.numel() == 1000 and flat.untyped_storage().nbytes() == 4 and bool(flat.isnan().all())
+    with pytest.raises(RuntimeError):
+        flat.detach().add_(1.0)
