@@ -280,7 +280,7 @@ def fresh(stage: int, fp8: dict[str, Any] | None, change: Callable[..., None]) -
     return trained(stage, fp8, change)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_modules_compiled_before_train_as_eager_ones(ranks: Any, stage: int) -> None:
     eager = ranks(2).run(trained, stage, {}, unchanged)[0]["losses"]
     assert ranks(2).run(fresh, stage, {}, in_place)[0]["losses"] == pytest.approx(eager, abs=5e-3)

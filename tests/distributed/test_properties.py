@@ -1,5 +1,5 @@
-"""Whatever is drawn, over several ranks: gathers bring the owner's bytes, linears that are cut are right to the
-rounding of FP8, and a run that a configuration starts resumes from its checkpoint."""
+"""Whatever is drawn, over several ranks: linears that are cut are right to the rounding of FP8, and a run that a
+configuration starts resumes from its checkpoint."""
 
 from __future__ import annotations
 
@@ -19,63 +19,6 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
 pytestmark = pytest.mark.distributed
-
-# --- gathers ---
-
-
-@st.composite
-def gathers(draw: st.DrawFn, world: int) -> dict[str, Any]:
-    """Runs of some of the ranks, in order, alike or not, with gaps between them."""
-    size = draw(st.sampled_from([1, 7, 64, 1000]))
-    is_even = draw(st.booleans())
-    runs, end = [], draw(st.integers(0, 3))
-    for owner in draw(st.sets(st.integers(0, world - 1), min_size=0).map(sorted)):
-        numel = size if is_even else draw(st.integers(1, size))
-        runs.append((owner, end, end + numel))
-        end += numel + (0 if is_even else draw(st.integers(0, 3)))
-    return {
-        "runs": runs,
-        "total": end + draw(st.integers(0, 3)),
-        "dtype": draw(st.sampled_from([torch.uint8, torch.bfloat16, torch.float32])),
-        "free_bytes": draw(st.sampled_from([0, 256])),
-        "max_broadcasts": draw(st.sampled_from([0, 16])),
-        "seed": draw(st.integers(0, 2**20)),
-    }
-
-
-def gathered(case: dict[str, Any]) -> str:
-    """How it was done. Each rank checks every byte of its buffer."""
-    import torch.distributed as dist
-
-    from fp8_ds.comm import gather
-    from fp8_ds.comm.gather import gather_method, gather_runs, gathered_bytes
-    from fp8_ds.comm.layout import ShardRange
-
-    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    runs, free_bytes, total = [ShardRange(*run) for run in case["runs"]], case["free_bytes"], case["total"]
-    generator = torch.Generator().manual_seed(case["seed"])
-    truth = torch.randint(0, 200, (total,), generator=generator).to(case["dtype"])
-    buffer, expected = (torch.full((total,), 255, dtype=case["dtype"]) for _ in range(2))
-    for run in runs:
-        expected[run.start : run.stop] = truth[run.start : run.stop]
-        if run.rank == rank:
-            buffer[run.start : run.stop] = truth[run.start : run.stop]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gather, "MAX_BROADCASTS", case["max_broadcasts"])
-        moved = gather_runs(group, buffer, runs, free_bytes)
-        assert torch.equal(buffer, expected)
-        assert moved == gathered_bytes(runs, world, buffer.element_size(), free_bytes)
-        assert moved >= sum(run.numel for run in runs) * buffer.element_size()
-        return str(gather_method(runs, world, buffer.element_size(), free_bytes))
-
-
-@pytest.mark.parametrize("num", [100, pytest.param(3000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_any_gather_brings_every_byte_of_its_owner(ranks: Any, world_size: int, num: int) -> None:
-    methods = set()
-    check(num, gathers(world_size), lambda case: methods.update(ranks(world_size).run(gathered, case)))
-    assert len(methods) >= 4 and "balanced" in methods
-
 
 # --- linears that are cut over two ranks ---
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import weakref
 from importlib.metadata import version
 from typing import Any
 
@@ -56,64 +54,6 @@ def build(
         net.blocks = nn.ModuleList(part for block in net.blocks for part in (block, nn.LayerNorm(64)))
     config = training.ds_config(3, fp8, zero_optimization=zero)
     return deepspeed.initialize(model=net, config=config, model_parameters=net.parameters())[0]
-
-
-def same_as_stocks(persistent: list[Any], original_all_gather: Any) -> list[tuple[bool, bool]]:
-    """For each persistent parameter: whether it is here, and has the bits that stock's own gather gives it."""
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
-    is_here = [p.ds_status == ZeroParamStatus.AVAILABLE for p in persistent]
-    ours = [p.data.clone() for p in persistent]
-    persistent[0].partition(persistent)
-    original_all_gather(persistent)
-    return [
-        (here, value.shape == p.ds_shape and torch.equal(value, p.data))
-        for here, value, p in zip(is_here, ours, persistent, strict=True)
-    ]
-
-
-def are_freed(tensors: list[weakref.ref[Tensor]]) -> bool:
-    """Whether nothing keeps them for long: a thread of gloo's lets go of a tensor after it has said that it is done."""
-    end = time.monotonic() + 60
-    while any(tensor() is not None for tensor in tensors) and time.monotonic() < end:
-        time.sleep(0.01)
-    return all(tensor() is None for tensor in tensors)
-
-
-def gathered() -> tuple[list[tuple[bool, bool]], bool, bool]:
-    """After two steps: persistent parameters; whether weights that are sent together, which lie one behind the other or
-    do not, and each by itself, have the bytes of gathers one by one; and whether buffers are freed then."""
-    engine = build({})
-    training.train(engine, 2)
-    optimizer = engine.optimizer
-    persistent = same_as_stocks(optimizer.persistent_parameters, optimizer._fp8_hooks[0].original_all_gather)
-    shards = optimizer._fp8_shards
-    is_same, is_freed = True, True
-    for weights, min_bytes in (
-        (shards.weights[:3], collectives.MIN_BYTES),
-        (shards.weights[:3:2], collectives.MIN_BYTES),
-        (shards.weights[:3], 0),
-    ):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(collectives, "MIN_BYTES", min_bytes)
-            handle = shards.gather(weights)
-            received = [weakref.ref(buffer) for buffer in handle.buffers]
-            handle.wait()
-        arrived = [weight.payload.data.clone().view(torch.uint8) for weight in weights]
-        for weight in weights:
-            weight.param.partition()
-        is_freed &= are_freed(received)  # though the handle is still here
-        for weight, data in zip(weights, arrived, strict=True):
-            shards.gather([weight]).wait()
-            is_same &= torch.equal(weight.payload.data.view(torch.uint8), data)
-            weight.param.partition()
-    training.destroy(engine)
-    return persistent, is_same, is_freed
-
-
-def test_what_is_gathered_has_the_bits_of_stocks_way_and_of_gathers_one_by_one(ranks: Any) -> None:
-    for persistent, is_same, is_freed in ranks(2).run(gathered):
-        assert persistent == [(True, True)] * (2 * NUM_BLOCKS + 2) and is_same and is_freed
 
 
 def losses_of_a_trace_that_breaks(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from support.properties import settled
+from support.properties import check, settled
 from support.threads import on_threads
 
+from fp8_ds.comm import gather
 from fp8_ds.comm.collectives import ByteCounter, max_reduce
 from fp8_ds.comm.gather import equal_parts, gather_method, gather_runs, gathered_bytes
 from fp8_ds.comm.layout import ShardRange
@@ -84,43 +86,56 @@ def test_every_element_in_a_part_goes_from_its_owner_to_the_parts_rank(sizes: li
 
 # --- on ranks ---
 
-ON_RANKS = [
-    # Elements of each rank; the last are given to few owners' broadcasts, or balanced first.
-    ("even", (64, 64)),
-    ("even", (5, 5, 5, 5)),
-    ("padded", (100, 99)),
-    ("padded", (100, 100, 100, 97)),
-    ("broadcast", (0, 50)),
-    ("broadcast", (40, 7, 1)),
-    ("balanced", (0, 600)),  # 256 bytes each in uint8, and 88 left over
-    ("balanced", (0, 900, 300, 1700)),
-    ("balanced", (0, 33, 0, 80)),  # too small for equal shares
-]
+
+@st.composite
+def gathers(draw: st.DrawFn, world: int) -> dict[str, Any]:
+    """Runs of some of the ranks, in order, alike or not, with gaps between them."""
+    size = draw(st.sampled_from([1, 7, 64, 1000]))
+    is_even = draw(st.booleans())
+    runs, end = [], draw(st.integers(0, 3))
+    for owner in draw(st.sets(st.integers(0, world - 1), min_size=0).map(sorted)):
+        numel = size if is_even else draw(st.integers(1, size))
+        runs.append((owner, end, end + numel))
+        end += numel + (0 if is_even else draw(st.integers(0, 3)))
+    return {
+        "runs": runs,
+        "total": end + draw(st.integers(0, 3)),
+        "dtype": draw(st.sampled_from([torch.uint8, torch.bfloat16, torch.float32])),
+        "free_bytes": draw(st.sampled_from([0, 256])),
+        "max_broadcasts": draw(st.sampled_from([0, 16])),
+        "seed": draw(st.integers(0, 2**20)),
+    }
 
 
-def gathered(numels: tuple[int, ...], hole: int, dtype: torch.dtype) -> tuple[bool, int]:
-    """Whether every run arrives, and nothing else changes; the bytes that are announced less those returned."""
-    owned, rank = runs(*numels, gap=hole), dist.get_rank()
-    buffer = torch.full((owned[-1].stop + 5,), 250, dtype=dtype)
-    expected = buffer.clone()
-    for run in owned:
-        values = ((torch.arange(run.numel) + 37 * run.rank) % 241).to(dtype)
-        expected[run.start : run.stop] = values
+def gathered(case: dict[str, Any]) -> str:
+    """How it was done. Each rank checks every byte of its buffer."""
+    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    runs, free_bytes, total = [ShardRange(*run) for run in case["runs"]], case["free_bytes"], case["total"]
+    generator = torch.Generator().manual_seed(case["seed"])
+    truth = torch.randint(0, 200, (total,), generator=generator).to(case["dtype"])
+    buffer, expected = (torch.full((total,), 255, dtype=case["dtype"]) for _ in range(2))
+    for run in runs:
+        expected[run.start : run.stop] = truth[run.start : run.stop]
         if run.rank == rank:
-            buffer[run.start : run.stop] = values
-    num_bytes = gather_runs(dist.group.WORLD, buffer, owned)
-    return torch.equal(buffer, expected), num_bytes - gathered_bytes(owned, len(numels), buffer.element_size())
+            buffer[run.start : run.stop] = truth[run.start : run.stop]
+    moved = gather_runs(group, buffer, runs, free_bytes)
+    assert torch.equal(buffer, expected)
+    assert moved == gathered_bytes(runs, world, buffer.element_size(), free_bytes)
+    assert moved >= sum(run.numel for run in runs) * buffer.element_size()
+    return gather_method(runs, world, buffer.element_size(), free_bytes)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("method", "numels"), ON_RANKS)
-def test_runs_arrive_in_the_announced_bytes(
-    monkeypatch: pytest.MonkeyPatch, method: str, numels: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    monkeypatch.setattr("fp8_ds.comm.gather.MAX_BROADCASTS", 0 if method == "balanced" else 16)
-    hole = 0 if method == "even" else 3
-    assert gather_method(runs(*numels, gap=hole), len(numels), 2) == method
-    assert on_threads(len(numels), gathered, numels, hole, dtype) == [(True, 0)] * len(numels)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_any_gather_brings_every_byte_of_its_owner(world_size: int) -> None:
+    methods: set[str] = set()
+
+    def brings_all(case: dict[str, Any]) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gather, "MAX_BROADCASTS", case["max_broadcasts"])
+            methods.update(on_threads(world_size, gathered, case))
+
+    check(100, gathers(world_size), brings_all)
+    assert len(methods) >= 4 and "balanced" in methods
 
 
 def reduce_max(num: int) -> list[float]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from support.inputs import many_scales
 from support.threads import on_threads
@@ -44,7 +47,8 @@ def expected(index: int) -> Tensor:
 
 def fetched(chosen: list[int]) -> None:
     params, shards = built()
-    registry: Any = params[chosen[0]].all_gather_coalesced([params[i] for i in chosen])
+    asked = [params[i] for i in chosen][:: 1 - 2 * (dist.get_rank() == 1)]  # in another order, as sets give them
+    registry: Any = asked[0].all_gather_coalesced(asked)
     assert {params[i].ds_status for i in chosen if i < NUM_FP8} <= {ZeroParamStatus.INFLIGHT}
     registry.wait()
     for i in chosen:
@@ -53,7 +57,7 @@ def fetched(chosen: list[int]) -> None:
             assert torch.equal(params[i]._fp8.data.view(torch.uint8), expected(i)), i
         else:
             assert torch.equal(params[i].data, masters()[i].bfloat16())
-    num_ranks = torch.distributed.get_world_size()
+    num_ranks = dist.get_world_size()
     padded = [num_ranks * params[i].ds_tensor.ds_numel for i in chosen]
     in_fp8 = sum(n for i, n in zip(chosen, padded, strict=True) if i < NUM_FP8)
     in_bf16 = 2 * (sum(padded) - in_fp8)
@@ -70,6 +74,25 @@ def test_a_fetch_brings_a_byte_a_weight_and_the_bytes_of_the_whole(
     monkeypatch.setattr(collectives, "MIN_BYTES", min_bytes)
     for chosen in ([0], [0, 1, 2], [2, 0], [1, 3]):  # alone; one behind the other; with a gap and in any order; mixed
         on_threads(num_ranks, fetched, chosen)
+
+
+def freed() -> None:
+    _, shards = built()
+    handle = shards.gather(shards.weights)
+    received = [weakref.ref(buffer) for buffer in handle.buffers]
+    handle.wait()
+    for weight in shards.weights:
+        weight.leave()
+    gc.collect()
+    assert received and all(buffer() is None for buffer in received)
+
+
+@pytest.mark.parametrize("min_bytes", [0, 2**20], ids=["sent each", "one buffer"])
+def test_a_released_weights_bytes_are_free_whoever_keeps_the_handle(
+    monkeypatch: pytest.MonkeyPatch, min_bytes: int
+) -> None:
+    monkeypatch.setattr(collectives, "MIN_BYTES", min_bytes)
+    on_threads(2, freed)
 
 
 def test_nothing_is_sent_from_memory_that_a_handle_frees_early(monkeypatch: pytest.MonkeyPatch) -> None:
