@@ -32,9 +32,7 @@ def again(stage: int, second: dict[str, Any] | None, destroys: bool) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    ("stage", "second", "destroys"), [(2, {}, True), (3, {}, True), (2, None, True), (3, None, True), (3, None, False)]
-)
+@pytest.mark.parametrize(("stage", "second", "destroys"), [(2, {}, True), (2, None, True), (3, None, False)])
 def test_the_model_of_an_engine_is_refused_with_a_way_on(
     ranks: Any, stage: int, second: dict[str, Any] | None, destroys: bool
 ) -> None:
@@ -66,7 +64,7 @@ def anew(stage: int, folder: str) -> dict[str, Any]:
     return {"losses": losses, "differ": differ, "num_masters": len(masters)}
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_a_model_built_anew_goes_on_from_bf16_of_the_masters(ranks: Any, stage: int, tmp_path: Path) -> None:
     found = ranks(2).run(anew, stage, str(tmp_path))[0]
     assert found["differ"] == [] and found["num_masters"] > 10
@@ -104,8 +102,9 @@ def evaluated(stage: int, fp8: dict[str, Any], has_block: bool, destroys: bool) 
     return {"before": before, "after": after, "said": [line for line in said if "fp8: off" in line]}
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize(("has_block", "destroys"), [(False, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("stage", "has_block", "destroys"), [(1, False, False), (2, True, True), (3, False, True), (3, False, False)]
+)
 def test_an_engine_without_an_optimizer_evaluates_the_model_of_another_as_it_is(
     ranks: Any, stage: int, has_block: bool, destroys: bool
 ) -> None:

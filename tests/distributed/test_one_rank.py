@@ -137,12 +137,7 @@ def norms_of(case: str, stage: int, direct: bool) -> list[float]:
 LOOPS = ("a backward without a step", "zero_grad between micro-batches", "coalesced")
 
 
-@pytest.mark.parametrize(
-    ("case", "stage"),
-    [
-        *zip(LOOPS, (1, 2, 1), strict=True),
-    ],
-)
+@pytest.mark.parametrize(("case", "stage"), zip(LOOPS, (1, 2, 1), strict=True))
 def test_unusual_loops_see_the_gradients_that_buckets_give(ranks: Any, case: str, stage: int) -> None:
     ours, stock = (ranks(1).run(norms_of, case, stage, way)[0] for way in (True, False))
     assert ours == stock

@@ -135,7 +135,7 @@ def test_an_optimizer_of_other_parameters_only_leaves_a_stock_engine(ranks: Any)
         assert report == {"enabled": False} and name == "Linear" and same and losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_model_without_an_eligible_linear_is_refused_on_all_ranks(ranks: Any, stage: int) -> None:
     for text in ranks(2).run(initialize_error, stage):
         assert text.startswith("ConfigError: fp8: expected at least one linear to convert")

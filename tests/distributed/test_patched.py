@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import training
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
-from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils import parametrize, prune
 
 pytestmark = pytest.mark.distributed
 
@@ -110,10 +110,6 @@ def parametrized(calls: Calls, net: Any, stack: ExitStack) -> None:
     parametrize.register_parametrization(net.blocks[0].up, "weight", Twice())
 
 
-def with_weight_norm(calls: Calls, net: Any, stack: ExitStack) -> None:
-    parametrizations.weight_norm(net.blocks[0].up)
-
-
 def with_old_weight_norm(calls: Calls, net: Any, stack: ExitStack) -> None:
     nn.utils.weight_norm(net.blocks[0].up)
 
@@ -156,15 +152,11 @@ def trained(stage: int, fp8: dict[str, Any] | None, change: Callable[..., None])
 @pytest.mark.parametrize(
     ("stage", "change", "reason"),
     [
-        (2, of_an_instance, "its forward was replaced"),
         (3, of_an_instance, "its forward was replaced"),
         (2, of_a_subclass, "a Own, not exactly nn.Linear"),
-        (2, hooks_of_all, ""),
         (3, hooks_of_all, ""),
         (2, hooks_of_one, ""),
-        (3, hooks_of_one, ""),
         (2, parametrized, "a ParametrizedLinear, not exactly nn.Linear"),
-        (2, with_weight_norm, "a ParametrizedLinear, not exactly nn.Linear"),
         (2, with_old_weight_norm, "weight is no Parameter of its own"),
         (2, pruned, "weight is no Parameter of its own"),
         (2, pruned_bias, ""),

@@ -1,4 +1,5 @@
-"""What cannot work raises on every rank, after one exchange of refusals (test_fingerprint.py) and nothing else."""
+"""What cannot work raises on every rank, after one exchange of refusals (test_fingerprint.py) and nothing else; so do
+parameters that ranks hand over in different orders, where DeepSpeed adds up what does not belong together."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import training
 from torch import nn
 
@@ -47,8 +49,6 @@ def refused(config: dict[str, Any], model: nn.Module) -> tuple[str, str, int]:
 
 
 def raise_on_every_rank() -> list[tuple[str, str, int]]:
-    import torch.distributed as dist
-
     found = []
     for change, _, _ in WRONG:
         found.append(refused(configured(change), nn.Linear(16, 16)))
@@ -69,3 +69,34 @@ def test_a_refused_configuration_raises_on_all_ranks_before_any_collective_of_tr
         assert [error for error, _, _ in found] == [error for error, _ in expected]
         for (_, message, _), (_, key) in zip(found, expected, strict=True):
             assert key in message
+
+
+def in_another_order(stage: int, how: str) -> str:
+    from fp8_ds.errors import ConfigError
+
+    def groups(net: Any) -> list[dict[str, Any]]:
+        params, is_other = list(net.parameters()), dist.get_rank() == 1
+        if how == "order" and is_other:
+            params = [*params[:2], *params[:1:-1]]
+        cut = 4 if how == "groups" and is_other else 6
+        return [{"params": params[:cut]}, {"params": params[cut:]}]
+
+    try:
+        training.destroy(training.build(training.ds_config(stage, {}), groups=groups))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("stage", "how"), [(2, "order"), (3, "order"), (2, "groups")])
+def test_another_order_on_one_rank_is_refused_on_all(ranks: Any, stage: int, how: str) -> None:
+    first, other = ranks(2).run(in_another_order, stage, how)
+    theirs = "lm_head.weight in group 0" if how == "order" else "blocks.0.up.bias in group 1"
+    usual = "blocks.0.norm.bias in group 0" if how == "order" else "blocks.0.up.bias in group 0"
+    assert first == other
+    assert "model_parameters: expected the same" in first
+    assert f"'{usual}' on rank 0 of the group and '{theirs}' on rank 1" in first
+
+
+def test_one_order_on_all_ranks_is_none(ranks: Any) -> None:
+    assert ranks(2).run(in_another_order, 2, "") == ["", ""]

@@ -64,13 +64,7 @@ def check_ranks(results: list[dict[str, Any]]) -> None:
         assert result["losses"] == results[0]["losses"]
 
 
-COVERING = [(1, 2, 2, RAGGED), (3, 4, 1, RAGGED)]
-
-
-@pytest.mark.parametrize(
-    ("stage", "world_size", "accumulation", "model"),
-    COVERING,
-)
+@pytest.mark.parametrize(("stage", "world_size", "accumulation", "model"), [(1, 2, 2, RAGGED), (3, 4, 1, RAGGED)])
 def test_training_on_many_ranks_is_training_on_one(
     ranks: Any, drift: Any, stage: int, world_size: int, accumulation: int, model: dict[str, Any]
 ) -> None:
@@ -85,7 +79,7 @@ def test_training_on_many_ranks_is_training_on_one(
     assert many[0]["losses"][-1] < 0.9 * many[0]["losses"][0]  # it is training that was compared
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_without_a_share_of_some_weights_hold_the_right_bytes(ranks: Any, stage: int) -> None:
     model = RAGGED if stage == 3 else NO_WEIGHT_ON_SOME_RANKS
     results = ranks(4).run(run_steps, stage, 1, 3, {}, model)
@@ -161,7 +155,7 @@ def clipped_moments(stage: int, clip: float) -> tuple[float, float]:
     return norm, float(torch.stack(squares).sum().sqrt())
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_gradient_is_clipped_to_its_norm(ranks: Any, stage: int) -> None:
     for norm, moments in ranks(2).run(clipped_moments, stage, 0.01):
         assert norm > 0.1

@@ -52,6 +52,8 @@ def place_of(kind: str, numel: int) -> torch.Tensor | None:
         return None
     if kind == "odd":  # no multiple of 16 bytes, at which NCCL would be slow
         return torch.zeros(numel + 1, dtype=torch.bfloat16)[1:]
+    if kind == "long":  # with room for padding
+        numel += 1
     return torch.zeros(numel, dtype=torch.float32 if kind == "float32" else torch.bfloat16)
 
 
@@ -66,7 +68,7 @@ def into_places(kinds: list[tuple[int, str]]) -> tuple[list[torch.Tensor], list[
     return stock, ours, is_at
 
 
-ALL_KINDS = [(16, "bf16"), (12, "bf16"), (9, "bf16"), (8, "odd"), (32, "float32"), (64, "none")]
+ALL_KINDS = [(16, "bf16"), (12, "bf16"), (9, "bf16"), (8, "odd"), (32, "float32"), (64, "none"), (24, "long")]
 
 
 @pytest.mark.parametrize(
@@ -74,8 +76,8 @@ ALL_KINDS = [(16, "bf16"), (12, "bf16"), (9, "bf16"), (8, "odd"), (32, "float32"
     [
         ([(8, "bf16")], SENT_EACH, [True]),
         ([(9, "bf16")], SENT_EACH, [False]),
-        (ALL_KINDS, SENT_EACH, [True, True, False, False, False, False]),
-        (ALL_KINDS, COPIED, [False] * 6),
+        (ALL_KINDS, SENT_EACH, [True, True, False, False, False, False, False]),
+        (ALL_KINDS, COPIED, [False] * 7),
     ],
 )
 def test_shares_are_written_to_their_places(

@@ -139,7 +139,9 @@ def read_and_written() -> None:
         torch.equal(weight.shard.view(torch.uint8)[: weight.num_real], own)
         and float(weight.payload.scale_inv) == scale_inv
     )
+    assert shards.was_written(weight) == (dist.get_rank() == 0)
     shards.refresh(is_step=True)  # the master is what it was
+    assert not shards.was_written(weight)
     assert torch.equal(weight.shard.view(torch.uint8), before)
 
 
