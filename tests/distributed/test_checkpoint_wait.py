@@ -29,28 +29,23 @@ def impatient_ranks() -> Iterator[RankPool]:
 
 
 @contextmanager
-def slow(name: str, slow_rank: int, fails: bool = False) -> Iterator[None]:
-    """A function of fp8_ds.checkpoint takes SLOW seconds on one rank, once."""
+def slow(name: str, slow_rank: int) -> Iterator[None]:
+    """A function of fp8_ds.checkpoint.folders takes SLOW seconds on one rank, once."""
     import torch.distributed as dist
 
     from fp8_ds.checkpoint import folders
 
-    owner: Any = folders.Save if name in ("stage", "prepare") else folders
-    stock, calls = getattr(owner, name), [0]
+    stock, calls = getattr(folders, name), [0]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
         if dist.get_rank() == slow_rank and calls[0] == 1:
             time.sleep(SLOW)
-            if fails:
-                raise OSError(116, "Stale file handle", str(getattr(args[0], "folder", args[0])))
         return stock(*args, **kwargs)
 
-    setattr(owner, name, run)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folders, name, run)
         yield
-    finally:
-        setattr(owner, name, stock)
 
 
 def waits(folder: str, name: str, slow_rank: int) -> list[str]:

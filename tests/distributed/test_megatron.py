@@ -115,6 +115,7 @@ def test_losses_follow_megatrons_own_layers(ranks: Ranks, stock_losses: Any, nam
     ("name", "recipe"),
     [
         ("dp2", "tensorwise"),
+        ("tp2", "tensorwise"),
         ("tp2_sp", "tensorwise"),
         ("tp2_sp", "rowwise"),
         ("tp2_sp", "blockwise"),

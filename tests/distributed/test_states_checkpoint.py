@@ -12,7 +12,6 @@ import test_checkpoint as dense
 import test_checkpoint_universal as universal
 import test_states as base
 import torch
-import torch.distributed as dist
 import training
 from support.ranks import on_ranks
 from torch import Tensor
@@ -366,37 +365,3 @@ def test_a_universal_checkpoint_gives_the_same_bytes_on_any_ranks_and_stage(rank
             read = whole(ranks(world).run(read_aligned, str(tmp_path / str(name)), stage, master))
             for got, expected in zip(read, written[name], strict=True):
                 base.assert_same_states(got, expected)
-
-
-def write_stock(folder: str, stage: int, fp8: dict[str, Any] | None) -> Any:
-    engine = dense.build(stage, fp8, gradient_accumulation_steps=2 // dist.get_world_size())
-    training.train(engine, 2)
-    engine.save_checkpoint(folder)
-    result = training.full_masters(engine), dense.moments(engine), training.train(engine, 2, first_step=2)
-    training.destroy(engine)
-    return result
-
-
-def read_other(folder: str, stage: int, fp8: dict[str, Any] | None) -> Any:
-    engine = dense.build(
-        stage, fp8, 1, gradient_accumulation_steps=2 // dist.get_world_size(), checkpoint={"load_universal": True}
-    )
-    path, _ = engine.load_checkpoint(folder)
-    assert path is not None
-    result = training.full_masters(engine), dense.moments(engine), training.train(engine, 2, first_step=2)
-    training.destroy(engine)
-    return result
-
-
-def test_universal_checkpoints_go_from_stock_to_fp8_states_and_back(ranks: Any, tmp_path: Path) -> None:
-    stage, master = 3, "e4m11"
-    ours = base.states(master)
-    fp8 = {f"blocks.{i}.{kind}.weight" for i in range(2) for kind in ("up", "down")}
-    for source, target, worlds in ((None, ours, (2, 1)), (ours, None, (1, 2))):
-        folder = tmp_path / str(worlds[0])
-        masters, moments, losses = ranks(worlds[0]).run(write_stock, str(folder), stage, source)[0]
-        universal.convert(folder)
-        got_masters, got_moments, got_losses = ranks(worlds[1]).run(read_other, str(folder), stage, target)[0]
-        assert_masters_close(got_masters, masters, "fp32" if target is None else master, fp8)
-        assert_moments_close(got_moments, moments, is_quantized=target is not None)
-        assert base.largest_difference(got_losses, losses) < 5e-3

@@ -252,29 +252,6 @@ def test_torchs_norm_after_the_last_layer_is_refused_before_the_model_is_built(m
     refuse_final_norm(parallel)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "values", "message"),
-    [
-        ("tensorwise", {"fp8_wgrad": False}, "--no-fp8-wgrad: expected fp8_wgrad=True"),
-        (
-            "rowwise_with_gw_hp",
-            {"sequence_parallel": True, "tensor_model_parallel_size": 2},
-            "--fp8-tp-gather: expected bf16 with --fp8-recipe rowwise_with_gw_hp",
-        ),
-    ],
-)
-def test_what_linears_refuse_is_refused_by_a_stage_without_layers(
-    monkeypatch: pytest.MonkeyPatch, recipe: str, values: dict[str, Any], message: str
-) -> None:
-    monkeypatch.setattr(
-        layer_specs, "megatron_layer_spec", lambda *args, **kwargs: TransformerBlockSubmodules([], None)
-    )
-    options: dict[str, Any] = {"use_transformer_engine": False, "fp8": settings("hybrid", recipe)}
-    with pytest.raises((ConfigError, UnsupportedError), match=message):
-        layer_spec(config(**values), **options)
-    layer_spec(config(), **options)
-
-
 @pytest.fixture
 def stock_script(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Its arguments, with --spec megatron_patches.layer_specs gpt_reference."""
