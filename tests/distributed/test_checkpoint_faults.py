@@ -12,6 +12,7 @@ import pytest
 import test_checkpoint as base
 import torch
 import training
+from support.hostile import Hostile
 from support.ranks import on_ranks
 
 pytestmark = pytest.mark.distributed
@@ -375,16 +376,6 @@ def test_without_its_manifest_a_checkpoint_loads_where_all_its_files_are_whole(f
 # --- hostile pickles ---
 
 
-class Hostile:
-    """Makes a file when a pickle of it is loaded."""
-
-    def __init__(self, mark: str) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (self.mark,)
-
-
 @pytest.mark.parametrize("writer", [{}, None], ids=["ours", "stock"])
 @on_ranks(2)
 def test_a_hostile_pickle_in_a_checkpoint_is_not_executed_with_a_manifest_or_without(
@@ -407,12 +398,12 @@ def test_a_hostile_pickle_in_a_checkpoint_is_not_executed_with_a_manifest_or_wit
         content = path.read_bytes()
         dist.barrier()
         if dist.get_rank() == 0:  # whoever can change a file can change the manifest
-            torch.save({**torch.load(path, weights_only=False), "client": Hostile(str(mark))}, path)
+            torch.save({**torch.load(path, weights_only=False), "client": Hostile(mark)}, path)
             if listed is not None:
                 record_again(path)
         dist.barrier()
         message = refusal(engine, folder)
-        assert "posix.mkdir" in message and str(path) in message and not mark.exists()
+        assert "os.makedirs" in message and str(path) in message and not mark.exists()
         dist.barrier()
         if listed is not None and dist.get_rank() == 0:
             manifest.unlink()

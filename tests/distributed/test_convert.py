@@ -4,7 +4,6 @@ from what is made of them."""
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 import training
 from safetensors.torch import load_file
+from support.hostile import Hostile
 from typer.testing import CliRunner
 
 from fp8_ds.checkpoint import folders
@@ -133,16 +133,6 @@ def test_a_damaged_or_unfinished_checkpoint_is_not_converted(saved: Any, tmp_pat
     with pytest.raises(CheckpointError, match=r"first\.incomplete is of a save that did not end"):
         convert(folder / "first.incomplete", tmp_path / "out", "universal")
     assert not list((tmp_path / "out").glob("*"))
-
-
-class Hostile:
-    """Makes a folder when a pickle of it is loaded."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> Any:
-        return os.makedirs, (str(self.mark), 0o777, True)
 
 
 def add_to(path: Path, mark: Path, new_format: bool = True) -> None:
