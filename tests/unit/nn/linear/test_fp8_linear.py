@@ -20,7 +20,6 @@ from fp8_ds.nn.plan.convert import apply_plan
 from fp8_ds.nn.plan.plan import make_plan
 from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.ops.blockwise import quantize_blockwise
-from fp8_ds.ops.gemm import BACKENDS
 from fp8_ds.ops.quantize import quantize, quantize_rowwise, quantize_tensorwise
 from fp8_ds.testing import assert_bitwise, sqnr_db
 
@@ -105,14 +104,6 @@ def test_rows_far_below_the_amax_lose_precision_with_one_scale_per_tensor_only()
             assert min(db[:4]) >= 24 and db[4] < 12 and (got[5] == 0).all()
         else:
             assert min(db) >= 24
-
-
-@pytest.mark.parametrize("recipe", ONE_SCALE)
-def test_backends_agree(recipe):
-    linear, x, grad_output = inputs(30, 40, 24, bias=True)
-    results = [step_of(fp8_of(linear, recipe, backend=backend), x, grad_output) for backend in BACKENDS]
-    for a, b in zip(*results, strict=True):
-        assert sqnr_db(a, b) > 110  # same bytes, other order of summation
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

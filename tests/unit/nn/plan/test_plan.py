@@ -13,7 +13,7 @@ from fp8_ds.errors import ConfigError
 from fp8_ds.nn.linear.fp8_linear import Fp8Linear
 from fp8_ds.nn.linear.recipes import DelayedRecipe
 from fp8_ds.nn.plan.convert import apply_plan
-from fp8_ds.nn.plan.plan import LayerPlan, Plan, make_plan
+from fp8_ds.nn.plan.plan import LayerPlan, OtherWeights, Plan, make_plan
 
 
 class Block(nn.Module):
@@ -307,3 +307,17 @@ def test_plan_survives_a_weights_only_checkpoint():
     assert Plan.from_state(torch.load(file, weights_only=True)) == plan
     with pytest.raises(ConfigError, match="version"):
         Plan.from_state({"version": 99, "layers": []})
+
+
+class Router(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 16))
+
+
+def test_weights_outside_of_linears_count_once_and_tables_that_are_looked_up_not_at_all():
+    model = nn.ModuleDict({"table": nn.Embedding(8, 16), "up": nn.Linear(16, 32), "router": Router()})
+    model["again"], model["tied"] = model["router"], Router()
+    model["tied"].weight = model["router"].weight
+    found = OtherWeights.of(model)
+    assert (found.kinds, found.numel, found.numel_model) == ((("Router", 2),), 64, 128 + 512 + 32 + 64)
