@@ -138,10 +138,20 @@ def three_groups(net: torch.nn.Module) -> list[dict[str, Any]]:
 
 
 def trained(stage: int, with_stock_check: bool, gradient: float, clipping: float) -> dict[str, Any]:
-    """Three steps; in the second an element of a gradient is `gradient`."""
+    """Three steps; in the second an element of a gradient is `gradient`.
+
+    "told": `overflow` as each step's check leaves it (DeepSpeed 0.19.8 finds it in the norm as well, a wait later).
+    """
     fp8 = {"without_deepspeed_fixes": ["overflow_check"]} if with_stock_check else {}
     config = training.ds_config(stage, fp8, gradient_clipping=clipping, bf16={"check_grad_overflow": True})
     engine = training.build(config, {"width": 48}, groups=three_groups if stage == 2 else None)
+    told, check = [], engine.optimizer.check_overflow
+
+    def check_overflow(**kwargs: Any) -> None:
+        check(**kwargs)
+        told.append(bool(engine.optimizer.overflow))
+
+    engine.optimizer.check_overflow = check_overflow
     training.train(engine, 1)
     p = engine.module.blocks[1].norm.weight
     handle = p.register_hook(lambda grad: torch.cat([grad.new_full((1,), gradient), grad[1:]]))
@@ -150,7 +160,8 @@ def trained(stage: int, with_stock_check: bool, gradient: float, clipping: float
     flags = bool(engine.optimizer.overflow), engine.skipped_steps
     losses += training.train(engine, 1, 2)
     norm = float(engine.optimizer._global_grad_norm)
-    result = {"losses": losses, "flags": flags, "norm": norm, "masters": training.full_masters(engine)}
+    del engine.optimizer.check_overflow
+    result = {"losses": losses, "flags": flags, "norm": norm, "masters": training.full_masters(engine), "told": told}
     training.destroy(engine)
     return result
 
@@ -168,3 +179,4 @@ def test_the_norm_tells_what_stock_code_finds_in_the_gradients_and_changes_no_bi
             assert here["flags"] == there["flags"] == (skips, int(skips))
             assert here["losses"] == there["losses"] and here["norm"] == there["norm"]
             assert all(torch.equal(master, there["masters"][name]) for name, master in here["masters"].items())
+            assert here["told"] == [False, skips, False]

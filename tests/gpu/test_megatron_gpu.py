@@ -41,8 +41,6 @@ ARGUMENTS = shlex.split("""
 """)
 FP8 = ("--attention-backend", "fused", "--fp8-format", "hybrid", "--fp8-recipe", "tensorwise")
 """Transformer Engine's; later words have the last say."""
-LOCAL = ("--transformer-impl", "local", "--no-persist-layer-norm", "--no-masked-softmax-fusion")
-"""Without it: Megatron's own layers, and ours in their place."""
 OURS = ("--fp8-attention-backend", "reference")
 STATES = ("--fp8-optimizer-states",)
 FP8_WEIGHTS = (*STATES, "--fp8-param-gather", "--fp8-master", "e4m19")
@@ -180,25 +178,3 @@ def test_losses_follow_stocks(losses: Any, words: tuple[str, ...], ranks: int) -
         assert states != plain and distance(states, stock) < CLOSE
         weights = losses(*words, *OURS, *FP8_WEIGHTS, ranks=ranks, ours=True)
         assert weights not in (plain, states) and distance(weights, stock) < 2 * CLOSE  # its first updates differ
-
-
-@pytest.mark.parametrize(
-    ("recipe", "fp8_format", "words", "ranks"),
-    [
-        *((recipe, "hybrid", (), 1) for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp")),
-        ("blockwise", "e4m3", (), 1),
-        ("tensorwise", "hybrid", TP, 2),
-    ],
-    ids=["tensorwise", "rowwise", "gw_hp", "blockwise", "tensor parallel"],
-)
-def test_linears_without_transformer_engine_follow_megatrons_own(
-    losses: Any, recipe: str, fp8_format: str, words: tuple[str, ...], ranks: int
-) -> None:
-    # Megatron's own norms take no sequence parallelism without a spec of ours.
-    stock = losses(*words, *(OURS if ranks > 1 else ()), ranks=ranks, ours=ranks > 1, layers=LOCAL)
-    fp8 = ("--fp8-format", fp8_format, "--fp8-recipe", recipe)
-    linears = losses(*words, *fp8, ranks=ranks, ours=True, layers=LOCAL)
-    assert len(linears) == 4 and linears != stock and distance(linears, stock) < CLOSE
-    assert re.search(r"\[fp8\] iteration +4 \| coverage: [5-9]\d\.\d+ % of GEMM FLOPs", losses.output)
-    states = losses(*words, *fp8, *OURS, *STATES, ranks=ranks, ours=True, layers=LOCAL)
-    assert states != linears and distance(states, stock) < CLOSE

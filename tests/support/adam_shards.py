@@ -95,25 +95,6 @@ def make_inputs(step: int = 3, *, decoupled: bool = True, seed: int = 11, device
     )
 
 
-def make_representable(device: str = "cpu") -> tuple[AdamShard, Tensor, StepInputs]:
-    """Moments that their formats have, which no rounding may move: a shard, its gradient and step numbers.
-
-    The betas are 0, so moments are the gradient and its magnitude. Groups 0 and 1 have the numbers of E4M3, 2 and 3
-    those of E4M4, by rising code; the last of each group is the largest of its format, hence a scale of 1.
-    """
-    m = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    root = (torch.arange(255, dtype=torch.int32) << 19).view(torch.float32) * 2.0**120
-    rows = [m, -m, root[:127], root[128:]]
-    largest = [448.0, 448.0, 496.0, 496.0]
-    grad = torch.stack([torch.cat([row, torch.tensor([top])]) for row, top in zip(rows, largest, strict=True)])
-    inputs = make_inputs(device=device)
-    inputs.grad_scale.fill_(1)
-    inputs.hyper[0, Hyper.BETA1] = inputs.hyper[0, Hyper.BETA2] = 0
-    inputs.hyper[0, Hyper.ONE_MINUS_BETA1] = inputs.hyper[0, Hyper.ONE_MINUS_BETA2] = 1
-    shard = make_shard(BY_NAME["e4m11"], 4 * GROUP, 0)
-    return clone_shard(shard, device), grad.flatten().to(device), inputs
-
-
 def make_fallen_scale(factor: float, device: str = "cpu") -> tuple[AdamShard, Tensor, StepInputs]:
     """Masters near zero whose scale falls by `factor` in this step, as that of a weight that starts with zeros."""
     shard = make_shard(BY_NAME["e4m11"], 4096, 0)

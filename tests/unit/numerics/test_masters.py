@@ -183,12 +183,6 @@ def hyper_row(step: int, lr: float, beta1: float = 0.9, beta2: float = 0.95) -> 
     return row
 
 
-def weights_and_signs(sigma: float, mean: float = 0.0, numel: int = 1 << 14) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    weight = mean + sigma * torch.randn(numel, generator=generator)
-    return weight, torch.where(torch.rand(numel, generator=generator) < 0.5, -1.0, 1.0)
-
-
 def travel(fmt: MasterFormat, weight: Tensor, sign: Tensor, lr: float, steps: int = 100) -> Tensor:
     """How far each master went against gradients of one sign, as a share of float32's way."""
     numel = weight.numel()
@@ -207,13 +201,11 @@ def travel(fmt: MasterFormat, weight: Tensor, sign: Tensor, lr: float, steps: in
     return (read_master(split, scale_inv[None]).double() - start) * way.sign() / way.abs().mean()
 
 
-def travel_error(share: Tensor) -> float:
-    """Relative L2: what a mean hides where some weights go twice as far and others stand still."""
-    return float((share - 1).square().mean().sqrt())
-
-
 @pytest.mark.parametrize("fmt", [E4M19, E4M11, BF16_8], ids=lambda fmt: fmt.name)
 def test_weights_travel_within_a_percent_of_float32_at_lr_1e_5(fmt):
-    share = travel(fmt, *weights_and_signs(0.02), 1e-5)
+    """In the mean, and each near to it: a mean hides that some go twice as far and others stand still."""
+    generator = torch.Generator().manual_seed(0)
+    weight, sign = 0.02 * torch.randn(1 << 14, generator=generator), torch.rand(1 << 14, generator=generator).sub(0.5)
+    share = travel(fmt, weight, sign.sign(), 1e-5)
     assert abs(share.mean() - 1) < 0.01
-    assert travel_error(share) < 0.1
+    assert (share - 1).square().mean().sqrt() < 0.1
