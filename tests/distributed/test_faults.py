@@ -129,11 +129,8 @@ def resumes(folder: str, stage: int, fp8: dict[str, Any]) -> list[float]:
     [
         (3, RELEASE, "backward", 2),
         (1, STATES, "save", 1),
-        pytest.param(3, {}, "forward", 1, marks=pytest.mark.slow),
-        pytest.param(1, STATES, "step", 0, marks=pytest.mark.slow),
-        pytest.param(3, STATES, "save", 1, marks=pytest.mark.slow),
     ],
-    ids=["3-release-backward", "1-states-save", "3-forward", "1-states-step-rank0", "3-states-save"],
+    ids=["3-release-backward", "1-states-save"],
 )
 def test_a_killed_rank_ends_the_others_and_the_run_resumes(
     mortal_ranks: Any, tmp_path: Path, stage: int, fp8: dict[str, Any], moment: str, victim: int
@@ -144,15 +141,8 @@ def test_a_killed_rank_ends_the_others_and_the_run_resumes(
     assert losses[0] == losses[1] == losses[2]
 
 
-@pytest.mark.parametrize(
-    ("stage", "fp8", "moment", "victim"),
-    [(2, {}, "step", 0), pytest.param(2, STATES, "step", 1, marks=pytest.mark.slow)],
-    ids=["2-step-rank0", "2-states-step"],
-)
-def test_a_rank_that_falls_silent_ends_the_others_at_the_groups_time_out(
-    mortal_ranks: Any, tmp_path: Path, stage: int, fp8: dict[str, Any], moment: str, victim: int
-) -> None:
-    seconds = survivors_end(mortal_ranks(GROUP_TIMEOUT), tmp_path, victim, stage, fp8, moment, "stop")
+def test_a_rank_that_falls_silent_ends_the_others_at_the_groups_time_out(mortal_ranks: Any, tmp_path: Path) -> None:
+    seconds = survivors_end(mortal_ranks(GROUP_TIMEOUT), tmp_path, 0, 2, {}, "step", "stop")
     assert GROUP_TIMEOUT - 1 < seconds < GROUP_TIMEOUT + MARGIN
 
 
@@ -180,25 +170,21 @@ def test_within_60_seconds_and_30_after_a_kill_or_a_silence_anywhere(
 LATE = 1
 
 
-def train_late(delay: float, before: str) -> list[float]:
+def train_late(delay: float) -> list[float]:
     import torch.distributed as dist
 
-    is_late = dist.get_rank() == LATE
-    if is_late and before == "initialize":
+    if dist.get_rank() == LATE:
         time.sleep(delay)
     engine = training.build(training.ds_config(3, {}), MODEL)
-    if is_late and before == "train":
-        time.sleep(delay)
     losses = training.train(engine, 2)
     training.destroy(engine)
     return losses
 
 
-@pytest.mark.parametrize("before", ["initialize", pytest.param("train", marks=pytest.mark.slow)])
-def test_a_rank_that_comes_late_is_waited_for(mortal_ranks: Any, before: str) -> None:
+def test_a_rank_that_comes_late_is_waited_for(mortal_ranks: Any) -> None:
     pool = mortal_ranks(GROUP_TIMEOUT)
-    in_time = pool.run(train_late, 0.0, before)
-    assert pool.run(train_late, 2.0, before) == in_time
+    in_time = pool.run(train_late, 0.0)
+    assert pool.run(train_late, 2.0) == in_time
 
 
 def group_timeouts(stage: int) -> set[float]:

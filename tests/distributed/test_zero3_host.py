@@ -1,4 +1,5 @@
-"""ZeRO-3 with blocks as leaves: what is gathered, and prefetched, has the bits of stock's way."""
+"""What ZeRO-3 prefetches does no harm, and gradients come where DeepSpeed adds them up. What comes of collectives:
+tests/unit/comm."""
 
 from __future__ import annotations
 
@@ -13,6 +14,10 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from fp8_ds.comm import collectives
+from fp8_ds.comm.reduce_scatter import reduce_scatter_shares
+from fp8_ds.engine import deepspeed_fixes
+from fp8_ds.engine.deepspeed_fixes import gradient_buffer
+from fp8_ds.testing import assert_bitwise
 
 pytestmark = pytest.mark.distributed
 
@@ -124,3 +129,45 @@ def test_a_block_that_is_on_its_way_again_when_another_of_its_first_fetch_is_wai
     for, and between the blocks the first one, but for its norm, for its backward."""
     with_prefetch, without = (ranks(2).run(losses_after_a_skipped_step, num)[0] for num in (34_000, 0))
     assert with_prefetch == without
+
+
+# --- gradients ---
+
+
+def accumulated(fp8: dict[str, Any], patched: dict[str, Any]) -> tuple[list[set[bool]], dict[str, torch.Tensor]]:
+    """By micro-batch, whether shares of the blocks' gradients come in the place where DeepSpeed adds them up; and
+    masters after three steps of two micro-batches."""
+    engine = training.build(training.ds_config(3, fp8, gradient_accumulation_steps=2))
+    kind, found = type(engine.optimizer), []
+    stock = kind.partition_grads
+
+    def partition_grads(self: Any, params: list[Any], shares: list[torch.Tensor]) -> list[torch.Tensor]:
+        places = [gradient_buffer(self, p) for p in params]
+        if len(params) > 1:
+            found.append({a.data_ptr() == b.data_ptr() for a, b in zip(places, shares, strict=True)})
+        return stock(self, params, shares)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "MIN_BYTES", 0)
+        patch.setattr(kind, "partition_grads", partition_grads)
+        for name, value in patched.items():
+            patch.setattr(deepspeed_fixes, name, value)
+        training.train(engine, 3)
+    masters = training.full_masters(engine)
+    training.destroy(engine)
+    return found, masters
+
+
+def without_places(tensors: Any, group: Any, places: Any) -> list[torch.Tensor]:
+    return reduce_scatter_shares(tensors, group)
+
+
+@pytest.mark.parametrize("fp8", [{}, {"optimizer": {"states": "fp8", "master": "e4m19"}}], ids=["fp32", "e4m19"])
+def test_the_first_gradients_of_a_step_come_where_they_are_added_up(ranks: Any, fp8: dict[str, Any]) -> None:
+    copied = ranks(2).run(accumulated, fp8, {"reduce_scatter_shares": without_places})
+    for (found, masters), (found_copied, masters_copied) in zip(
+        ranks(2).run(accumulated, fp8, {}), copied, strict=True
+    ):
+        assert found == [{True}, {False}] * 3 and found_copied == [{False}] * 6
+        for name, master in masters.items():
+            assert_bitwise(master, masters_copied[name])
