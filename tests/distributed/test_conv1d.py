@@ -58,3 +58,19 @@ def test_a_run_goes_on_bit_for_bit(ranks: Any, tmp_path: Path) -> None:
 def test_in_bf16_it_is_stock_bit_for_bit(ranks: Any) -> None:
     ours = ranks(2).run(trained, 2, {"schedule": {"bf16_until_step": 1000}}, True)[0]
     assert ours["losses"] == ranks(2).run(trained, 2, None, True)[0]["losses"]
+
+
+def compiled(stage: int, is_compiled: bool) -> list[float]:
+    engine = training.build(training.ds_config(stage, {}), {"conv1d": True, "num_blocks": 1})
+    if is_compiled:
+        torch._dynamo.reset()
+        engine.compile(backend="aot_eager")
+    losses = training.train(engine, 3)
+    training.destroy(engine)
+    return losses
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_compiled_it_is_the_same(ranks: Any, stage: int) -> None:
+    eager, traced = (ranks(2).run(compiled, stage, is_compiled)[0] for is_compiled in (False, True))
+    assert traced == pytest.approx(eager, rel=1e-3)

@@ -117,6 +117,36 @@ def test_stages_are_the_same_training_to_the_bit(ranks: Any) -> None:
         training.assert_fp8_equals(other[0]["last"], first[0]["last"])
 
 
+def sharded_start() -> dict[str, Any]:
+    """Stage 3 with a model that is made in shards, as `from_pretrained` does, whose MoE blocks are leaves."""
+    import deepspeed
+    import transformers.models.mixtral.modeling_mixtral  # noqa: F401  # zero.Init spoils decorated classes made inside
+
+    import fp8_ds  # noqa: F401
+
+    config = training.ds_config(3, {}, zero_optimization={"leaf_module": {"classes": ["MixtralSparseMoeBlock"]}})
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        net = MoeLM("mixtral", False)
+    torch.manual_seed(0)
+    whole = MoeLM("mixtral", False).bfloat16()
+    for p, full in zip(net.parameters(), whole.parameters(), strict=True):
+        with deepspeed.zero.GatheredParameters([p], modifier_rank=0), torch.no_grad():
+            p.copy_(full)
+    engine = deepspeed.initialize(model=net, config=config, model_parameters=list(net.parameters()))[0]
+    found = {"first": training.fp8_state(engine), "masters": training.full_masters(engine)}
+    found["losses"] = training.train(engine, 3)
+    training.destroy(engine)
+    return found
+
+
+def test_a_model_made_in_shards_and_gathered_by_layers_trains_alike(ranks: Any) -> None:
+    made = ranks(2).run(sharded_start)[0]
+    whole = ranks(2).run(trained, 3, {}, steps=3)[0]
+    assert made["first"].keys() == whole["first"].keys()
+    training.assert_fp8_follows_masters(made["first"], made["masters"])
+    assert made["losses"] == pytest.approx(whole["losses"], abs=0.01)  # from bf16 weights
+
+
 def gathered(stage: int, fp8: dict[str, Any] | None) -> dict[str, Any]:
     """Elements of each dtype that the third step's gathers moved on this rank, and those of all weights."""
     from support.collectives import count_collectives
@@ -225,6 +255,30 @@ def test_a_universal_checkpoint_takes_experts_to_another_stage_and_is_safetensor
     training.assert_fp8_equals(after["state"][0], before["state"][0])
     assert all(torch.equal(after["state"][1][name], master) for name, master in before["state"][1].items())
     assert after["losses"] == pytest.approx(before["losses"], abs=1e-3)
+
+
+def to_ours_and_back(stage: int, folder: str) -> list[dict[str, Tensor]]:
+    """Masters of a run without FP8, of one in FP8 that has loaded its checkpoint, and again without FP8."""
+    found = []
+    for seed, fp8 in enumerate((None, DELAYED, None)):
+        engine = build(stage, fp8, seed=seed)
+        if seed > 0:
+            engine.load_checkpoint(f"{folder}/{seed - 1}")
+            found.append(training.full_masters(engine))
+        training.train(engine, 1, seed)
+        if seed < 2:
+            engine.save_checkpoint(f"{folder}/{seed}")
+            found.append(training.full_masters(engine))
+        training.destroy(engine)
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_checkpoints_go_to_stock_and_back(ranks: Any, tmp_path: Path, stage: int) -> None:
+    stock, ours, ours_later, back = ranks(2).run(to_ours_and_back, stage, str(tmp_path))[0]
+    for name, master in stock.items():
+        assert torch.equal(ours[name], master) and torch.equal(back[name], ours_later[name]), name
+        assert not torch.equal(ours_later[name], master), name
 
 
 def with_flops_profiler() -> dict[str, int]:
