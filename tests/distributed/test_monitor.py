@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,33 @@ def test_evaluations_between_steps_are_no_part_of_a_sample(ranks: Any) -> None:
     assert in_eval_mode == evaluated
 
 
+def what_ran(fp8: dict[str, Any]) -> set[str]:
+    """Names of the monitor's functions, hooks among them, that an engine calls from its building to its end."""
+    import fp8_ds.monitor.statistics
+
+    own = tuple(str(Path(fp8_ds.__file__).parent / part) for part in ("monitor", "ops/observe.py"))
+    called: set[str] = set()
+
+    def seen(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(own):
+            called.add(frame.f_code.co_name)
+
+    sys.setprofile(seen)
+    try:
+        engine = training.build(training.ds_config(2, fp8), {"num_blocks": 1})
+        training.train(engine, 2)
+        training.destroy(engine)
+    finally:
+        sys.setprofile(None)
+    return called
+
+
+@on_ranks(1)
+def test_a_monitor_that_is_off_runs_nothing() -> None:
+    assert not (called := what_ran({})), called  # before the other, whose end comes when it is collected
+    assert what_ran({"monitor": {"every": 2, "sink": "/dev/null"}})
+
+
 def table_of(bad: int) -> dict[str, Any]:
     """What a table says of a tensor that has a NaN on rank `bad` alone, and of one that has none."""
     import torch.distributed as dist
@@ -213,6 +241,16 @@ def test_tensor_parallel_layers_are_watched_each_rank_its_part(ranks: Any, tmp_p
             for kind, one in kinds.items():
                 assert one["amax"] > 0 and one["scale"] > 0 and one["saturation"] < 0.01, (name, kind)
                 assert 0 <= one["underflow"] < 0.5, (name, kind, one)
+
+
+def test_two_by_two_ranks_report_the_sums_over_data_parallel_ranks(ranks: Any) -> None:
+    found = ranks(4).run(tensor_parallel, {"monitor": {"every": 2, "sink": "/dev/null"}})
+    for rank in range(4):
+        assert found[rank]["reports"] == found[rank % 2]["reports"] and found[rank]["reports"]
+    assert found[0]["reports"] != found[1]["reports"]
+    tokens = tp_llama.NUM_BATCHES * training.MICRO_BATCH * training.LENGTH  # of both data-parallel ranks
+    for name, kinds in found[0]["reports"][0]["layers"].items():
+        assert kinds["input"]["num"] == tokens * TP_SHAPES[name.rpartition(".")[2]][1], name
 
 
 TP_SHAPES = {"q_proj": (32, 64), "k_proj": (16, 64), "v_proj": (16, 64), "o_proj": (64, 32)}

@@ -101,6 +101,13 @@ def test_a_step_dispatches_less_and_reads_no_more_often_than_in_stock(ranks: Any
             assert here["step"].count("aten::amax") + here["step"].count("aten::isinf") <= 2
 
 
+def test_the_norms_of_all_gradients_are_launched_before_the_host_waits(ranks: Any) -> None:
+    names = ranks(1).run(operators, 2, {}, FEW)[0]["step"]
+    first = names.index(READ)
+    norm = "aten::linalg_vector_norm"
+    assert norm in names[:first] and names[first:].count(norm) <= 1  # of the groups' norms
+
+
 def casts_of_micro_batches(stage: int, recipe: str, num_micro_batches: int) -> list[Counter[str]]:
     """Casts and transposes of FP8 in forward and backward of each micro-batch of the third step."""
     config = training.ds_config(stage, {"linear": {"recipe": recipe}}, gradient_accumulation_steps=num_micro_batches)

@@ -1,8 +1,10 @@
-"""What ZeRO-3 prefetches does no harm, and gradients come where DeepSpeed adds them up. What comes of collectives:
-tests/unit/comm."""
+"""What ZeRO-3 prefetches is there in time and does no harm, and gradients come where DeepSpeed adds them up. What comes
+of collectives: tests/unit/comm."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 import torch.nn.functional as F
 import training
 from packaging.version import Version
+from support.ranks import on_ranks
 from torch import Tensor, nn
 
 from fp8_ds.comm import collectives
@@ -102,6 +105,51 @@ def test_steps_have_the_same_bits_with_weights_and_gradients_sent_each_by_itself
     a_block = 4 * 64 * 64
     each, together = (ranks(2).run(losses_of_a_trace_that_breaks, fp8, a_block, *least) for least in ((0,), ()))
     assert each == together
+
+
+@contextmanager
+def own_bound(live: int) -> Iterator[None]:
+    """DeepSpeed's own bound on live weights, for configurations that name none, is `live` elements."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    field = DeepSpeedZeroConfig.model_fields["max_live_parameters"]
+    before, field.default = field.default, live
+    DeepSpeedZeroConfig.model_rebuild(force=True)
+    try:
+        yield
+    finally:
+        field.default = before
+        DeepSpeedZeroConfig.model_rebuild(force=True)
+
+
+def blocks_that_are_late(**keys: int) -> list[bool]:
+    """Whether each block of a third step, forward and backward, is gathered only when it is needed."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    a_block = 4 * 64 * 64
+    with own_bound(1):
+        engine = build({}, num_blocks=8, stage3_prefetch_bucket_size=a_block, stage3_max_reuse_distance=0, **keys)
+    coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+    stock, late = coordinator.fetch_sub_module, []
+
+    def fetch(module: nn.Module, forward: bool) -> None:
+        if isinstance(module, Block):
+            late.append(any(p.ds_status == ZeroParamStatus.NOT_AVAILABLE for p in module.parameters()))
+        stock(module, forward)
+
+    coordinator.fetch_sub_module = fetch
+    for step in range(3):
+        late.clear()
+        engine.backward(engine(training.micro_batches(step, 1)[0]))
+        engine.step()
+    training.destroy(engine)
+    return late
+
+
+@on_ranks(1)
+def test_every_leaf_is_prefetched_where_nobody_has_set_a_bound_on_live_weights() -> None:
+    assert blocks_that_are_late() == [False] * 16
+    assert any(blocks_that_are_late(stage3_max_live_parameters=1))
 
 
 def losses_after_a_skipped_step(num_prefetched: int) -> list[float]:
