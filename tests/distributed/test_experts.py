@@ -265,6 +265,8 @@ def to_ours_and_back(stage: int, folder: str) -> list[dict[str, Tensor]]:
         if seed > 0:
             engine.load_checkpoint(f"{folder}/{seed - 1}")
             found.append(training.full_masters(engine))
+        if fp8 is not None:
+            training.assert_fp8_follows_masters(training.fp8_state(engine), found[-1])
         training.train(engine, 1, seed)
         if seed < 2:
             engine.save_checkpoint(f"{folder}/{seed}")
@@ -279,6 +281,9 @@ def test_checkpoints_go_to_stock_and_back(ranks: Any, tmp_path: Path, stage: int
     for name, master in stock.items():
         assert torch.equal(ours[name], master) and torch.equal(back[name], ours_later[name]), name
         assert not torch.equal(ours_later[name], master), name
+    if stage == 2:  # in stage 3 they are in no model file
+        weights = torch.load(tmp_path / "1/global_step2/mp_rank_00_model_states.pt", weights_only=False)["module"]
+        assert all(torch.equal(weights[name], master.bfloat16()) for name, master in ours_later.items())
 
 
 def with_flops_profiler() -> dict[str, int]:

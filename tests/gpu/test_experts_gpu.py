@@ -28,9 +28,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
 
 
-E4M11 = {"optimizer": {"states": "fp8", "master": "e4m11"}}
-
-
 def module(seed: int = 0, num_experts: int = 8) -> Any:
     from transformers import MixtralConfig
 
