@@ -11,6 +11,7 @@ import tensor_parallel as tpar
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.models import MIXER_PLAN as PLAN
 from support.ranks import on_ranks
 from test_tp_llama import destroy, engine_config, llama, message, to_fp8, whole
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8_ds.errors import ConfigError
 from fp8_ds.testing import sqnr_db
-from fp8_ds.tp import LLAMA, TensorParallelPlan, parallelize
+from fp8_ds.tp import LLAMA, parallelize
 
 pytestmark = pytest.mark.distributed
 
@@ -63,18 +64,6 @@ class Model(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(self.last(x)).square().mean()
-
-
-PLAN = TensorParallelPlan(
-    heads=(),
-    column=("layers.*.mixer.up",),
-    row=("layers.*.mixer.down",),
-    row_heads=(),
-    blocks=("layers.*.mixer",),
-    first="layers.0",
-    last="last",
-    in_shards=("layers.*.norm", "last"),
-)
 
 
 def group() -> Any:

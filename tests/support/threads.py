@@ -39,7 +39,8 @@ class ThreadBackend(TorchBackend):
 def on_threads(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Call `function(*args)` on every rank of a group whose ranks are threads; return the results by rank.
 
-    `dist` and `deepspeed.comm` work inside. What a test patches is patched for all ranks.
+    `dist` and `deepspeed.comm` work inside. What a test patches is patched for all ranks. A rank's groups end with its
+    thread, to which torch's threaded world belongs.
     """
     results: list[Any] = [None] * num_ranks
     errors: list[BaseException] = []
@@ -51,8 +52,6 @@ def on_threads(num_ranks: int, function: Callable[..., Any], *args: Any) -> list
         except BaseException as error:  # the caller re-raises the first
             errors.append(error)
             threaded.ProcessLocalGroup.exception_handle(error)
-        finally:
-            dist.destroy_process_group()
 
     isolate: Any = torch._C._distributed_c10d._set_thread_isolation_mode
     before = ds_comm.cdb

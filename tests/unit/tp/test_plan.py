@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.models import MIXER_PLAN as PLAN
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -19,16 +20,6 @@ from fp8_ds.tp import LLAMA, QWEN3, TensorParallelPlan, configure, parallelize
 from fp8_ds.tp.group import fingerprint
 
 WIDTH, HIDDEN, SIZE = 32, 64, 2
-PLAN = TensorParallelPlan(
-    heads=(),
-    column=("layers.*.mixer.up",),
-    row=("layers.*.mixer.down",),
-    row_heads=(),
-    blocks=("layers.*.mixer",),
-    first="layers.0",
-    last="last",
-    in_shards=("layers.*.norm", "last"),
-)
 
 
 class Mixer(nn.Module):
