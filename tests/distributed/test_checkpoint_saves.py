@@ -32,6 +32,8 @@ def failing_save(folder: str, fails: str) -> str:
     stock_save = Stock.save
 
     def save(self: Any, state_dict: Any, path: Any) -> None:
+        if dist.get_rank() == 1 and fails == "read-only":
+            raise OSError(30, "Read-only file system", str(path))
         if dist.get_rank() == 1:
             Path(path).symlink_to("/dev/full")
         stock_save(self, state_dict, path)
@@ -42,7 +44,7 @@ def failing_save(folder: str, fails: str) -> str:
         return stock_replace(self, target)
 
     stock_replace = Path.replace
-    if fails == "shard":
+    if fails != "latest":
         Stock.save = save
     else:
         Path.replace = replace  # type: ignore[method-assign]
@@ -69,10 +71,11 @@ def failing_save(folder: str, fails: str) -> str:
 
 
 FAILURES = {
-    "shard": ("rank 1: OSError: [Errno 28] No space left on device: '", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+    "read-only": ("rank 1: OSError: [Errno 30] Read-only file system: '", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+    "full": ("rank 1: OSError: [Errno 28] No space left on device: '", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
     "latest": ("rank 0: OSError: [Errno 5] Input/output error", "latest"),
 }
-"""What is said where rank 1's disk is full, for which torch says "unexpected pos 704 vs 598", or rank 0's fails."""
+"""What is said where rank 1 may not write, its disk is full (torch: "unexpected pos 704 vs 598"), or rank 0 fails."""
 
 
 @pytest.mark.parametrize("fails", FAILURES)
