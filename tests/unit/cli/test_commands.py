@@ -75,6 +75,31 @@ def test_the_version_is_that_of_each_part() -> None:
     assert shown.stdout.splitlines() == [f"{name} {version}" for name, version in expected.items()]
 
 
+@pytest.mark.usefixtures("checked_once")
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (
+            ("estimate", "llama-8b", "--config", CONFIG, "--seq", 64, *ONE_LAYER),
+            0,
+            ("fp32 states", "under torch.compile"),
+        ),
+        (("doctor", "--no-probe", "--config", CONFIG), 1, ("seams", "deepspeed", "to do: `import fp8_ds`")),
+        (("autoload", "on", "--site-dir", "."), 0, ("autoload",)),
+        (("autoload", "status", "--site-dir", "."), 1, ("off",)),
+        (("autoload", "off", "--site-dir", "."), 0, ("autoload",)),
+    ],
+)
+def test_a_command_answers_in_text_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autoload_is: Any, arguments: tuple[Any, ...], code: int, words: Any
+) -> None:
+    pytest.importorskip("transformers")
+    autoload_is(False)
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, [*map(str, arguments)])
+    assert result.exit_code == code and all(word in result.stdout for word in words), result.output
+
+
 # --- plan ---
 
 

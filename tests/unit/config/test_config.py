@@ -150,6 +150,12 @@ ERRORS: dict[str, tuple[Any, str]] = {
         "fp8.monitor.sink:",
     ),
     "a sink for nothing": ({"enabled": True, "monitor": {"sink": "health.jsonl"}}, "fp8.monitor.sink:"),
+    "layers as a list of names": ({"enabled": True, "schedule": {"layers": ["layers.0."]}}, "fp8.schedule.layers:"),
+    "an empty filter": (on(filter_fqns=[""]), "fp8.linear.filter_fqns.0:"),
+    "a comment": ({"enabled": True, "//": "FP8"}, "fp8.//:"),
+    "a key of Transformer Engine's": (on(margin=0), "fp8.linear.margin:"),
+    "a block that is null": ({"enabled": True, "zero": None}, "fp8.zero:"),
+    "a block that is its main value": ({"enabled": True, "optimizer": "fp8"}, "fp8.optimizer:"),
     "thousands of brackets": (on(fast_accumulation="[" * 100_000), "fp8.linear.fast_accumulation:"),
 }
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from fp8_ds.errors import SeamError
+from fp8_ds.tools.doctor import diagnosis
 from fp8_ds.tools.doctor.diagnosis import abandoned, build_root, checks
 
 
@@ -38,3 +40,34 @@ def test_doctor_names_an_abandoned_lock(lock: Path) -> None:
     lock.touch()
     (found,) = (check for check in checks() if check.name == "extension build")
     assert found.status == "warning" and str(lock) in found.remedy
+
+
+def test_what_a_machine_lacks_or_was_not_tested_with_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = ("deepspeed", "ninja")
+    monkeypatch.setattr(diagnosis, "installed", lambda name: None if name in lacking else "0.1")
+    monkeypatch.setattr("shutil.which", lambda tool: None)
+    found = {check.name: check for check in checks()}
+    assert {name: found[name].status for name in lacking} == {"deepspeed": "missing", "ninja": "optional"}
+    assert all("pip install" in found[name].remedy for name in lacking)
+    monkeypatch.setattr(diagnosis, "installed", lambda name: "0.1")
+    assert {check.name: check.status for check in diagnosis._deepspeed()} == {"deepspeed": "warning", "seams": "ok"}
+
+    def fails() -> None:
+        raise SeamError("gone")
+
+    monkeypatch.setattr("fp8_ds.engine.seam_check.check_seams", fails)
+    assert [check.status for check in diagnosis._deepspeed()] == ["warning", "missing"]
+
+
+def test_a_clone_of_megatron_is_looked_at_in_place_of_the_wheel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clone = tmp_path / "clone"
+    monkeypatch.setenv("MEGATRON_LM_PATH", str(clone))
+    assert diagnosis._megatron().status == "warning" and "git clone" in diagnosis._megatron().remedy
+    (clone / "megatron/core").mkdir(parents=True)
+    for minor, status in ((16, "ok"), (99, "warning")):
+        text = f"MAJOR, MINOR, PATCH, PRE_RELEASE = 0, {minor}, 1, ''\n"
+        (clone / "megatron/core/package_info.py").write_text(text)
+        assert diagnosis._megatron().status == status
+        assert status == "ok" or "checkout" in diagnosis._megatron().remedy
