@@ -1,92 +1,29 @@
-"""FP8 states under Megatron's own optimizer classes train, skip, and load as stock Adam does."""
+"""FP8 states under Megatron's own optimizer classes train, skip, and load as stock Adam does; FP8 weights are the high
+parts of their masters."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import megatron_states as ms
 import megatron_training as mt
 import pytest
 import torch
 import torch.distributed as dist
+from megatron_states import FP8, SPLIT, assert_same, bf16, masters, run, steps
+from support.memory import PeakMemory
 from support.ranks import on_ranks
-from torch import Tensor
+from torch import Tensor, nn
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+from fp8_ds.numerics.predicted import pow2_scale_inv
+
 pytestmark = pytest.mark.distributed
 
-NUM_STEPS = 12
-SPLIT = "bf16_8"
-CODES = ("lo", "m", "v", "m_scale_inv", "v_scale_inv")
-
-
-@contextmanager
-def run(
-    layout: mt.Layout, master: str | None, states_options: dict[str, Any] | None = None, **kwargs: Any
-) -> Iterator[mt.Training]:
-    """A training with these masters; None: stock."""
-    from megatron.core.transformer.moe import moe_utils
-
-    from megatron_patches import optimizer, patches
-
-    with mt.megatron(layout):
-        if not hasattr(moe_utils, "te_general_gemm"):
-            moe_utils.te_general_gemm = None  # 0.16.1's router asks for it where there is no Transformer Engine
-        states = optimizer.OptimizerStates(master, **(states_options or {})) if master else None
-        applied = patches.apply(optimizer.replacements(states)) if states else None
-        try:
-            yield mt.Training(layout, **kwargs)
-        finally:
-            if applied:
-                applied.remove()
-
-
-def bf16(distributed: bool, **kwargs: Any) -> mt.Layout:
-    return mt.Layout(bf16=True, recipe=None, distributed_optimizer=distributed, **kwargs)
-
-
-def steps(training: mt.Training, num_steps: int, data: Iterator[Tensor] | None = None) -> list[float]:
-    """Losses, averaged over data parallelism."""
-    from megatron.core import parallel_state
-
-    data = mt.batches(num_steps) if data is None else data
-    size = parallel_state.get_data_parallel_world_size()
-    losses = []
-    for _ in range(num_steps):
-        # NUM_MICRO is per rank: with two ranks a step takes half as many steps' worth of the same data.
-        loss = training.step(data)
-        if loss is not None:
-            total = torch.tensor(loss)
-            dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
-            losses.append(float(total) / size)
-    return losses
-
-
-def shards(training: mt.Training) -> list[Any]:
-    return [s for one in training.optimizer.chained_optimizers for s in one.optimizer.core.shards]
-
-
-def local_bytes(training: mt.Training) -> dict[str, Tensor]:
-    """All that an update may change on this rank, cloned."""
-    found = {f"weight {name}": p.detach().clone() for name, p in training.model.named_parameters()}
-    for i, shard in enumerate(shards(training)):
-        found[f"{i} hi"] = shard.hi.clone()
-        found.update({f"{i} {key}": getattr(shard, key).clone() for key in CODES if getattr(shard, key) is not None})
-    for one in training.optimizer.chained_optimizers:
-        found["step"] = one.optimizer.core.step_count.clone()
-        sums = one.optimizer.core.sums.by_group()
-        found["bound sums"] = torch.tensor(sorted(sums.items()), dtype=torch.float64)
-    return found
-
-
-def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
-    assert left.keys() == right.keys() and left
-    for name, value in left.items():
-        assert torch.equal(value, right[name]), name
+NUM_STEPS = 8
 
 
 def largest_difference(left: list[float], right: list[float]) -> float:
@@ -97,21 +34,25 @@ def largest_difference(left: list[float], right: list[float]) -> float:
 # --- loss ---
 
 
-def losses_of(layout: mt.Layout, masters: tuple[str | None, ...]) -> dict[str | None, Any]:
-    found = {}
-    for master in masters:
-        with run(layout, master) as training:
-            found[master] = steps(training, NUM_STEPS), training.grad_norm
-    return found
+def trained(layout: mt.Layout, master: str | None) -> dict[str, Any]:
+    """Losses, the norm of one more update by given gradients, and the bytes of FP8 weights."""
+    with run(layout, master) as training:
+        data, losses = mt.batches(NUM_STEPS), []
+        for _ in range(NUM_STEPS):
+            if ms.fp8_weights(training) and layout.tp == layout.pp == 1:
+                ms.assert_bytes_follow_masters(training, str(master))
+            losses += steps(training, 1, data)
+        norm = ms.push(training, 0.5)
+        return {"losses": losses, "norm": norm, "bytes": {n: p._data for n, p in ms.fp8_weights(training).items()}}
 
 
 def allowance(layout: mt.Layout) -> float:
     """The bound of test_states, measured on stock Adam: three times what summing gradients in bf16 instead of fp32
     changes in the losses, and what FP8 linears change at all.
     """
-    exact = losses_of(layout, (None,))[None][0]
-    low = losses_of(replace(layout, ddp={"grad_reduce_in_fp32": False}), (None,))[None][0]
-    fp8 = losses_of(replace(layout, recipe="tensorwise"), (None,))[None][0]
+    exact = trained(layout, None)["losses"]
+    low = trained(replace(layout, ddp={"grad_reduce_in_fp32": False}), None)["losses"]
+    fp8 = trained(replace(layout, recipe="tensorwise"), None)["losses"]
     return 3 * max(largest_difference(low, exact), 5e-4) + largest_difference(fp8, exact)
 
 
@@ -125,30 +66,92 @@ def allowed(ranks: Any, world_size: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "layout"),
+    ("layout", "master"),
     [
-        pytest.param(2, mt.Layout(bf16=True, recipe="tensorwise", distributed_optimizer=True), id="fp8-linears"),
-        pytest.param(2, bf16(False, pp=2, tied=True), id="pp2-tied", marks=pytest.mark.slow),
-        pytest.param(2, bf16(True, overlap=True), id="overlap", marks=pytest.mark.slow),
-        pytest.param(2, bf16(True, config={"num_moe_experts": 2}, ep=2), id="experts", marks=pytest.mark.slow),
+        pytest.param(replace(bf16(True), recipe="tensorwise"), SPLIT, id="fp8-linears"),
+        pytest.param(bf16(True), "e4m19", id="fp8-weights"),
+        pytest.param(bf16(True, tp=2, sp=True), "e4m19", id="tp2-sp-fp8-weights"),
+        pytest.param(bf16(True, pp=2), "e4m19", id="pp2-fp8-weights"),
+        pytest.param(bf16(False, pp=2, tied=True), SPLIT, id="pp2-tied", marks=pytest.mark.slow),
+        pytest.param(bf16(True, overlap=True), SPLIT, id="overlap", marks=pytest.mark.slow),
+        pytest.param(bf16(True, config={"num_moe_experts": 2}, ep=2), SPLIT, id="experts", marks=pytest.mark.slow),
     ],
 )
-def test_loss_follows_stock_adam(ranks: Any, world_size: int, layout: mt.Layout) -> None:
-    results = ranks(world_size).run(losses_of, layout, (None, SPLIT))
-    bound = allowed(ranks, world_size)
-    last = results[-1]
-    stock = last[None][0]
-    assert 0 < largest_difference(last[SPLIT][0], stock) <= bound, (last[SPLIT], stock)
-    assert abs(last[SPLIT][1] - last[None][1]) < 0.05 * last[None][1]
-    assert all(result[SPLIT][1] == last[SPLIT][1] for result in results), "ranks differ in the norm"
-    assert stock[-1] < 0.9 * stock[0]
+def test_loss_and_norm_follow_stock_adam(ranks: Any, layout: mt.Layout, master: str) -> None:
+    """The norm counts what tensor parallel ranks share once, and what stages have all."""
+    ours, stock = (ranks(2).run(trained, layout, kind) for kind in (master, None))
+    assert 0 < largest_difference(ours[-1]["losses"], stock[-1]["losses"]) <= allowed(ranks, 2), (ours, stock)
+    assert [one["norm"] for one in ours] == pytest.approx(2 * [stock[-1]["norm"]], rel=1e-5)
+    assert stock[-1]["losses"][-1] < 0.95 * stock[-1]["losses"][0]  # it learns
+    if master in FP8 and layout == bf16(True):
+        assert_same(ours[0]["bytes"], ours[1]["bytes"])
 
 
-# --- copies of a weight stay copies ---
+def initial_values(master: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Masters before any step, and the bf16 weights that were drawn."""
+    layout = bf16(True)
+    with run(layout, master) as training:
+        drawn = {f"module.{name} param": p.detach().flatten() for name, p in ms.stock_build(layout).named_parameters()}
+        weights = {f"{name} param" for name in ms.fp8_weights(training)}
+        found = {name: value for name, value in masters(training).items() if name in weights}
+        return found, {name: drawn[name].bfloat16() for name in found}
+
+
+def test_first_masters_are_the_numbers_that_were_drawn(ranks: Any) -> None:
+    """Not what FP8 has left of them: all of bf16's bits."""
+    found, drawn = ranks(2).run(initial_values, "e4m11")[0]
+    assert len(found) == 4 * mt.NUM_LAYERS
+    assert_same({name: value.bfloat16() for name, value in found.items()}, drawn)
+
+
+def gathers(master: str | None) -> tuple[Any, int, int]:
+    """What health says that an update gathers, what one has gathered, and elements of FP8 weights."""
+    from support.collectives import count_collectives
+
+    from megatron_patches.health import weight_gathers
+
+    with run(bf16(True), master) as training:
+        data = mt.batches(1)
+        with count_collectives() as moved:
+            training.step(data)
+        numel = sum(p.numel() for p in ms.fp8_weights(training).values())
+        return weight_gathers([training.model]), moved.num_bytes["all_gather"], numel
+
+
+def test_a_byte_per_fp8_weight_is_gathered_as_health_says(ranks: Any) -> None:
+    for ((said, said_fp8), seen, numel), (stock_said, stock_seen, _) in zip(
+        ranks(2).run(gathers, "e4m19"), ranks(2).run(gathers, None), strict=True
+    ):
+        assert said == seen and stock_said == (stock_seen, 0)
+        assert numel <= said_fp8 <= 1.1 * numel < said < 0.7 * stock_said[0]
+    assert ranks(1).run(gathers, "e4m19")[0][0] == (0, 0), "nobody has another's shard"
+
+
+def clipped(master: str | None) -> tuple[list[float], dict[str, Tensor]]:
+    """Norms of two updates, the second far above --clip-grad, and by how much that one moves the masters."""
+    with run(bf16(True), master) as training:
+        norms = [ms.push(training, 0.9, seed=1)]
+        before = masters(training)
+        norms.append(ms.push(training, 100.0, seed=2))
+        after = masters(training)
+        return norms, {name: after[name] - before[name] for name in after if name.endswith("weight param")}
+
+
+def test_gradients_are_clipped_as_in_stock(ranks: Any) -> None:
+    """Without clipping the second gradient would be all of its update, with it half; FP8 moments are a tenth off."""
+    norms, moved = ranks(2).run(clipped, "e4m19")[0]
+    stock_norms, stock = ranks(2).run(clipped, None)[0]
+    assert norms == pytest.approx(stock_norms, rel=1e-5) and norms[0] < 1 < 50 < norms[1]
+    assert moved.keys() == stock.keys()
+    for name, value in moved.items():
+        assert (value - stock[name]).abs().mean() < 0.1 * stock[name].abs().mean(), name
+
+
+# --- copies of a weight stay copies, and shards add up to it ---
 
 
 def copies(layout: mt.Layout) -> dict[str, Tensor]:
-    """name -> weight, of those that other ranks have, too; the embedding and the head under one name."""
+    """Weights that the other rank has, too; the embedding and the head under one name."""
     with run(layout, SPLIT) as training:
         steps(training, 6)
         found = {}
@@ -157,49 +160,64 @@ def copies(layout: mt.Layout) -> dict[str, Tensor]:
                 found["shared"] = p.detach().clone()
             elif not getattr(p, "tensor_model_parallel", False) and layout.tp > 1:
                 found[name] = p.detach().clone()
-        for one in training.optimizer.chained_optimizers:
-            for shard in one.optimizer.core.shards:
-                if "embedding" in shard.name and layout.tied:
-                    found[f"low part at {shard.start}"] = shard.lo.clone()
         return found
 
 
 @pytest.mark.parametrize(
-    ("world_size", "layout", "num"),
+    ("layout", "num"),
     [
-        pytest.param(2, bf16(False, pp=2, tied=True), 1, id="tied"),
-        pytest.param(2, bf16(True, tp=2), 2 * mt.NUM_LAYERS + 1, id="norms"),
+        pytest.param(bf16(False, pp=2, tied=True), 1, id="tied"),
+        pytest.param(bf16(True, tp=2), 2 * mt.NUM_LAYERS + 1, id="norms"),
     ],
 )
-def test_copies_of_a_weight_are_rounded_alike(ranks: Any, world_size: int, layout: mt.Layout, num: int) -> None:
+def test_copies_of_a_weight_are_rounded_alike(ranks: Any, layout: mt.Layout, num: int) -> None:
     """The tied embedding of two stages, norms of two tensor parallel ranks: stochastic rounding may not part them."""
-    results = ranks(world_size).run(copies, layout)
-    assert len(results[0]) >= num
-    partner = world_size // 2 if layout.pp == 2 else 1
-    assert_same({k: v for k, v in results[0].items() if k == "shared" or layout.tp > 1}, results[partner])
+    one, other = ranks(2).run(copies, layout)
+    assert len(one) >= num
+    assert_same(one, other)
+
+
+def pushed() -> dict[str, Tensor]:
+    """Masters after three updates by gradients that every rank makes for itself."""
+    with run(bf16(True), SPLIT) as training:
+        for seed in range(3):
+            ms.push(training, 0.5, seed)
+        return masters(training)
+
+
+def test_an_update_does_not_depend_on_how_weights_are_sharded(ranks: Any) -> None:
+    """Rounding noise and groups follow a weight's elements. Other are a few: a group that two ranks share has two
+    scales.
+    """
+    one, two = ranks(1).run(pushed)[0], ranks(2).run(pushed)[0]
+    assert one.keys() == two.keys()
+    num_other = sum(int((value != two[name]).sum()) for name, value in one.items())
+    assert num_other <= 3 * 128, num_other
 
 
 # --- memory ---
 
 
+class RealMemory(PeakMemory):
+    def counts(self, tensor: Tensor) -> bool:
+        return not isinstance(tensor, ms.StandIn) and super().counts(tensor)  # its own storage is nominal
+
+
 def memory_of(master: str | None) -> dict[str, float]:
     """Bytes per parameter: resident beside gradients, and what building and stepping add to that at their peak."""
-    from support.memory import PeakMemory
-
     gc.collect()
     layout = bf16(True, ddp={"grad_reduce_in_fp32": False}, config={"num_layers": 8})
-    with PeakMemory() as memory, run(layout, master) as training:
-        numel = sum(p.numel() for p in training.module.parameters())
+    with RealMemory() as memory, run(layout, master) as training:
+        params = list(training.module.parameters())
+        numel = sum(p.numel() for p in params)
         built = memory.peak
-        data = mt.batches(3)
-        training.step(data)
+        training.step(mt.batches(3))
         gc.collect()
         resident = memory.live
-        main_grads = sum(p.main_grad.nbytes for p in training.module.parameters())
-        for p in training.module.parameters():
+        main_grads = sum(p.main_grad.nbytes for p in params)
+        for p in params:
             p.main_grad.fill_(1e-3)
-        memory.peak = memory.live
-        before = memory.live
+        before = memory.peak = memory.live
         training.optimizer.step()
         return {
             "resident": (resident - main_grads) / numel,
@@ -208,12 +226,15 @@ def memory_of(master: str | None) -> dict[str, float]:
         }
 
 
-def test_split_masters_take_five_bytes_and_no_copy_of_everything(ranks: Any) -> None:
-    ours, stock = (ranks(1).run(memory_of, master)[0] for master in (SPLIT, None))
-    assert 5.06 <= ours["resident"] < 5.4, ours  # 2 + 1 + 2.0625, groups that are not full, masks and tables
-    assert stock["resident"] > 13.9, stock
-    assert ours["step"] < 4, ours  # temporaries of the largest weight: an eighth of this model
-    assert ours["build"] < 4.2 + 1, ours
+@pytest.mark.parametrize(("master", "least", "most"), [(SPLIT, 5.06, 5.4), ("e4m11", 4.07, 4.52), (None, 13.9, 19.0)])
+def test_bytes_per_parameter(ranks: Any, master: str | None, least: float, most: float) -> None:
+    """bf16_8: 2 + 1 + 2.0625, groups that are not full, masks and tables. No bf16 weight is beside e4m11."""
+    found = ranks(1).run(memory_of, master)[0]
+    assert least <= found["resident"] < most, found
+    if master is not None:
+        assert found["step"] < 4, found  # temporaries of the largest weight: an eighth of this model
+    if master == SPLIT:  # of FP8 weights the stand-in's build casts a bf16 model
+        assert found["build"] < 4.2 + 1, found
 
 
 # --- skipped steps ---
@@ -224,20 +245,14 @@ def test_bad_gradient_changes_no_byte_on_any_rank() -> None:
     with run(bf16(True), SPLIT) as training:
         data = mt.batches(8)
         steps(training, 2, data)
-        before = local_bytes(training)
+        before = ms.local_bytes(training)
         if dist.get_rank() == 1:  # where this rank's own shard is: the other rank has to learn of it
-            _own_gradient(training).view(-1)[0] = float("nan")
+            one = training.optimizer.chained_optimizers[0]
+            model_param, _ = next(one._fp8_pairs())
+            model_param.main_grad.view(-1)[one._get_model_param_range_map(model_param)["param"].start] = float("nan")
         assert not training.optimizer.step()[0]
-        assert_same(before, local_bytes(training))
+        assert_same(before, ms.local_bytes(training))
         assert all(loss < 10 for loss in steps(training, 1, data))
-
-
-def _own_gradient(training: mt.Training) -> Tensor:
-    one = training.optimizer.chained_optimizers[0]
-    model_param, _ = next(one._fp8_pairs())
-    start = one._get_model_param_range_map(model_param)["param"].start
-    grad: Tensor = model_param.main_grad.view(-1)[start:]
-    return grad
 
 
 # --- param groups, schedule, precision-aware ---
@@ -276,87 +291,20 @@ def test_schedule_and_groups_reach_the_update(ranks: Any) -> None:
 
 # --- checkpoints ---
 
-FORMATS: dict[str, dict[str, Any]] = {
-    "dp_reshardable": {"distrib_optim_sharding_type": "dp_reshardable"},
-    "fully_reshardable": {"distrib_optim_sharding_type": "fully_reshardable"},
-    "fully_reshardable_gloo": {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": True,
-    },
-    "dp_zero_gather_scatter": {"distrib_optim_sharding_type": "dp_zero_gather_scatter"},
-    "legacy": {},
-}
 
-
-def save(training: mt.Training, path: Path, form: str) -> None:
-    """As megatron.training does it."""
-    from megatron.core import dist_checkpointing
-
-    if form == "legacy":
-        path.mkdir(exist_ok=True, parents=True)
-        rank, layout_is_sharded = dist.get_rank(), hasattr(training.optimizer.chained_optimizers[0], "gbuf_ranges")
-        if layout_is_sharded:
-            training.optimizer.save_parameter_state(str(path / "distrib_optim.pt"))
-        if rank == 0:
-            state = {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}
-            torch.save(state, path / "model_optim_rng.pt")
-        dist.barrier()
-        return
-    with mt.writers():
-        dist_checkpointing.save(_sharded(training, form, False), str(path))
-
-
-def _sharded(training: mt.Training, form: str, is_loading: bool) -> dict[str, Any]:
-    metadata = dict(FORMATS[form])  # Megatron writes its group into it
-    model = getattr(training.module, "module", training.module).sharded_state_dict(metadata=metadata)
-    return {
-        "model": model,
-        "optimizer": training.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata),
-    }
-
-
-def load(training: mt.Training, path: Path, form: str) -> None:
-    from megatron.core import dist_checkpointing
-
-    if form == "legacy":
-        state = torch.load(path / "model_optim_rng.pt", weights_only=False)
-        training.model.load_state_dict(state["model"])
-        training.optimizer.load_state_dict(state["optimizer"])
-        if (path / "distrib_optim.pt").exists():
-            training.optimizer.load_parameter_state(str(path / "distrib_optim.pt"))
-        return
-    state = dist_checkpointing.load(_sharded(training, form, True), str(path))
-    training.model.load_state_dict(state["model"])
-    training.optimizer.load_state_dict(state["optimizer"])
-
-
-def masters(training: mt.Training) -> dict[str, Tensor]:
-    """name -> float32 master, and moments, of full shape: gathered over data parallelism."""
+def widen(training: mt.Training) -> None:
+    """Every FP8 weight is stored with twice the smallest scale that fits, as after an update far below its bound."""
     one = training.optimizer.chained_optimizers[0]
-    found = {}
-    for name, p in training.module.named_parameters():
-        for key in ("param", "exp_avg", "exp_avg_sq"):
-            found[f"{name} {key}"] = _gathered(one, p, key)
-    return found
+    weights = one._fp8_weights
+    weights.scales.wait()
+    weights.saved_scales = dict(zip(weights.names, (2 * pow2_scale_inv(weights.scales.amax)).tolist(), strict=True))
+    for model_param, p in one._fp8_pairs():
+        if isinstance(model_param, ms.StandIn):
+            weights.keep(one.optimizer.shard_of(p), one.optimizer.read(p, None))
+    one._fp8_finish_loading()
 
 
-def _gathered(one: Any, p: Any, key: str) -> Tensor:
-    full = torch.zeros(p.numel())
-    if hasattr(one, "gbuf_ranges"):
-        group, dtype, bucket = one.model_param_gbuf_map.get(p, (None, None, None))
-        if group is not None:
-            param_range = one.gbuf_ranges[group][dtype][bucket]["param_map"][p]["param"]
-            value = one._get_main_param_and_optimizer_states(p)[key]
-            full[param_range.start : param_range.end] = value.detach().reshape(-1)
-        dist.all_reduce(full)
-        return full
-    main = getattr(p, "main_param", p)
-    if hasattr(one.optimizer, "read"):
-        return one.optimizer.read(main, None if key == "param" else key).reshape(-1)
-    return (main if key == "param" else one.optimizer.state[main][key]).detach().reshape(-1).clone()
-
-
-def steps_of_a_cycle(training: mt.Training, first: int, data: Iterator[Tensor]) -> list[float]:
+def steps_of_a_cycle(training: mt.Training, first: int, data: Any) -> list[float]:
     """Three, each with a beta1 of its own."""
     losses = []
     for number in range(first, first + 3):
@@ -366,20 +314,27 @@ def steps_of_a_cycle(training: mt.Training, first: int, data: Iterator[Tensor]) 
     return losses
 
 
-def save_and_go_on(distributed: bool, form: str, path: str, master: str | None) -> dict[str, Any]:
+def go_on(training: mt.Training, master: str | None, data: Any) -> dict[str, Any]:
+    found = {"dense": masters(training), "bytes": ms.local_bytes(training)}
+    found |= {"losses": steps_of_a_cycle(training, 3, data), "end": ms.local_bytes(training)}
+    if master in FP8:
+        ms.assert_bytes_follow_masters(training, master)
+    return found
+
+
+def save_and_go_on(distributed: bool, form: str, folder: str, master: str | None) -> dict[str, Any]:
     with run(bf16(distributed), master) as training:
         data = mt.batches(6)
         steps_of_a_cycle(training, 0, data)
-        dense = masters(training)
-        before = local_bytes(training) if master else {}
-        save(training, Path(path), form)
-        if master:
-            assert_same(local_bytes(training), before)
-        losses = steps_of_a_cycle(training, 3, data)
-        return {"dense": dense, "losses": losses, "bytes": local_bytes(training) if master else {}, "before": before}
+        if master in FP8:
+            widen(training)
+        before = ms.local_bytes(training)
+        ms.save(training, folder, form)
+        assert_same(ms.local_bytes(training), before)
+        return go_on(training, master, data)
 
 
-def load_and_go_on(distributed: bool, form: str, path: str, master: str | None) -> dict[str, Any]:
+def load_and_go_on(distributed: bool, form: str, folder: str, master: str | None) -> dict[str, Any]:
     with run(bf16(distributed), master) as training:
         data = mt.batches(6)
         if master is None:
@@ -387,59 +342,46 @@ def load_and_go_on(distributed: bool, form: str, path: str, master: str | None) 
             steps(training, 3)
         for _ in range(3 * mt.NUM_MICRO):
             next(data)
-        load(training, Path(path), form)
-        if master is None and distributed:
-            count_apart(training)
-        loaded = local_bytes(training) if master else {}
-        dense = masters(training)
-        losses = steps_of_a_cycle(training, 3, data)
-        return {"dense": dense, "loaded": loaded, "losses": losses, "bytes": local_bytes(training) if master else {}}
-
-
-def count_apart(training: mt.Training) -> None:
-    """Each state counts its own steps. DistributedOptimizer.load_state_dict without FusedAdam gives all of them one
-    tensor, which every parameter's update advances: a run of stock alone goes on with wrong bias corrections, too."""
-    for one in training.optimizer.chained_optimizers:
-        states = list(one.optimizer.state.values())
-        steps = [state["step"] for state in states]
-        assert len({id(step) for step in steps}) == 1 < len(steps)
-        for state in states:
-            state["step"] = steps[0].clone()
+        ms.load(training, folder, form)
+        return go_on(training, master, data)
 
 
 @pytest.mark.parametrize(
-    ("distributed", "form", "world_size"),
+    ("distributed", "form", "master"),
     [
-        (True, "dp_reshardable", 2),
-        (True, "fully_reshardable_gloo", 2),
-        (True, "legacy", 2),
-        (False, "dp_reshardable", 1),
+        (True, "dp_reshardable", SPLIT),
+        (True, "fully_reshardable_gloo", SPLIT),
+        (False, "dp_reshardable", SPLIT),
+        (True, "fully_reshardable", "e4m19"),
+        (True, "dp_zero_gather_scatter", "e4m11"),
+        (True, "legacy", "e4m11"),
     ],
 )
-def test_resume_is_bit_exact(ranks: Any, tmp_path: Path, distributed: bool, form: str, world_size: int) -> None:
-    """States, the weights, and with the next steps the counter of the rounding."""
-    path = str(tmp_path / "ckpt")
-    Path(path).mkdir()
-    saved = ranks(world_size).run(save_and_go_on, distributed, form, path, SPLIT)
-    loaded = ranks(world_size).run(load_and_go_on, distributed, form, path, SPLIT)
+def test_resume_is_bit_exact(ranks: Any, tmp_path: Any, distributed: bool, form: str, master: str) -> None:
+    """States, the weights, scales that are not the smallest, and with the next steps the counter of the rounding."""
+    world_size = 2 if distributed else 1
+    saved = ranks(world_size).run(save_and_go_on, distributed, form, str(tmp_path), master)
+    loaded = ranks(world_size).run(load_and_go_on, distributed, form, str(tmp_path), master)
     for one, other in zip(saved, loaded, strict=True):
-        assert_same(one["before"], other["loaded"])
         assert one["losses"] == other["losses"]
         assert_same(one["bytes"], other["bytes"])
+        assert_same(one["end"], other["end"])
 
 
-def test_another_number_of_ranks_loads_the_same_states(ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("form", "master", "worlds"), [("dp_reshardable", SPLIT, (2, 1)), ("fully_reshardable", "e4m19", (1, 2))]
+)
+def test_another_number_of_ranks_loads_the_same_states(
+    ranks: Any, tmp_path: Any, form: str, master: str, worlds: tuple[int, int]
+) -> None:
     """Masters bitwise. Moments too, but where a shard's edge cuts a group of 128: two scales become one."""
-    path = str(tmp_path / "ckpt")
-    Path(path).mkdir()
-    saved = ranks(2).run(save_and_go_on, True, "dp_reshardable", path, SPLIT)[0]["dense"]
-    loaded = ranks(1).run(load_and_go_on, True, "dp_reshardable", path, SPLIT)[0]["dense"]
-    assert saved.keys() == loaded.keys() and saved
+    saved, loaded = (
+        ranks(world_size).run(act, True, form, str(tmp_path), master)[0]["dense"]
+        for world_size, act in zip(worlds, (save_and_go_on, load_and_go_on), strict=True)
+    )
+    assert_same(*({name: v for name, v in one.items() if name.endswith(" param")} for one in (saved, loaded)))
     num_other = 0
     for name, value in saved.items():
-        if name.endswith(" param"):
-            assert torch.equal(value, loaded[name]), name
-            continue
         num_other += int((value != loaded[name]).sum())
         assert torch.allclose(value, loaded[name], rtol=0.15, atol=float(value.abs().max()) * 2**-8), name
     assert num_other <= 128 * 2 * 2, num_other
@@ -449,21 +391,22 @@ def test_another_number_of_ranks_loads_the_same_states(ranks: Any, tmp_path: Pat
     ("form", "distributed", "source", "target"),
     [
         ("fully_reshardable", True, None, SPLIT),
+        ("fully_reshardable", True, "e4m19", SPLIT),
         ("dp_reshardable", False, SPLIT, None),
         ("legacy", False, None, SPLIT),
     ],
 )
-def test_a_stock_run_loads_ours_and_back(
-    ranks: Any, tmp_path: Path, form: str, distributed: bool, source: str | None, target: str | None
+def test_a_run_with_other_states_loads_ours_and_back(
+    ranks: Any, tmp_path: Any, form: str, distributed: bool, source: str | None, target: str | None
 ) -> None:
     """Into ours masters are rounded to 24 bits and moments to FP8; out of ours everything is exact.
 
-    Not here: "legacy" of the distributed optimizer into a stock run, which without FusedAdam cannot load its own.
+    Not here: what a stock run without FusedAdam cannot load of its own, "legacy" and "fully_reshardable" of the
+    distributed optimizer.
     """
-    path, world_size = str(tmp_path / "ckpt"), 2 if distributed else 1
-    Path(path).mkdir()
-    saved = ranks(world_size).run(save_and_go_on, distributed, form, path, source)[0]
-    loaded = ranks(world_size).run(load_and_go_on, distributed, form, path, target)[0]
+    world_size = 2 if distributed else 1
+    saved = ranks(world_size).run(save_and_go_on, distributed, form, str(tmp_path), source)[0]
+    loaded = ranks(world_size).run(load_and_go_on, distributed, form, str(tmp_path), target)[0]
     assert saved["dense"].keys() == loaded["dense"].keys()
     for name, value in saved["dense"].items():
         other = loaded["dense"][name]
@@ -476,39 +419,65 @@ def test_a_stock_run_loads_ours_and_back(
     assert largest_difference(saved["losses"], loaded["losses"]) <= allowed(ranks, world_size)
 
 
-def pushed() -> dict[str, Tensor]:
-    """Masters after three updates by gradients that every rank makes for itself."""
-    with run(bf16(True), SPLIT) as training:
-        for step in range(3):
-            for i, p in enumerate(training.module.parameters()):
-                generator = torch.Generator().manual_seed(100 * step + i)
-                p.main_grad.copy_(1e-4 * torch.randn(p.shape, generator=generator))  # too small to be clipped
-            training.optimizer.step()
-        return masters(training)
-
-
-def test_an_update_does_not_depend_on_how_weights_are_sharded(ranks: Any) -> None:
-    """Rounding noise and groups follow a weight's elements. Other are a few: a group that two ranks share has two
-    scales.
-    """
-    one, two = ranks(1).run(pushed)[0], ranks(2).run(pushed)[0]
-    assert one.keys() == two.keys()
-    num_other = sum(int((value != two[name]).sum()) for name, value in one.items())
-    assert num_other <= 3 * 128, num_other
-
-
+@pytest.mark.parametrize("master", [SPLIT, "e4m19"])
 @on_ranks(2)
-def test_weights_loaded_without_states_are_their_own_masters() -> None:
-    with run(bf16(True), SPLIT) as training:
+def test_loaded_weights_are_their_own_masters_or_rounded_once(master: str) -> None:
+    """bf16 weights go into FP8 ones as they are loaded; then masters are made of these, or of the checkpoint."""
+    with run(bf16(True), master) as training:
         steps(training, 2)
-        with torch.no_grad():
-            for p in training.module.parameters():
-                p.fill_(0.125)
+        values = {}
+        for i, (name, p) in enumerate(training.module.named_parameters()):
+            values[name] = (0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i))).bfloat16()
+            with torch.no_grad():
+                p.copy_(values[name])
         training.optimizer.reload_model_params()
-        assert all((value == 0.125).all() for key, value in masters(training).items() if key.endswith(" param"))
+        weights = masters(training)
+        training.optimizer.reload_model_params({name.removeprefix("module."): v for name, v in values.items()})
+        dense = masters(training)
+        for name, value in values.items():
+            assert torch.equal(dense[f"{name} param"].bfloat16(), value.flatten()), name
+            is_exact = torch.equal(weights[f"{name} param"].bfloat16(), value.flatten())
+            assert is_exact == (name not in ms.fp8_weights(training)), name
+            assert torch.allclose(weights[f"{name} param"], value.float().flatten(), rtol=2**-3, atol=2e-4), name
+        if master in FP8:
+            ms.assert_bytes_follow_masters(training, master)
 
 
-# --- what Megatron's training code reads ---
+def bf16_first_stage(layout: mt.Layout, folder: str) -> dict[str, Any]:
+    """Of a model whose first stage is as --first-last-layers-bf16 leaves it; saved, and loaded again."""
+    from megatron.core import parallel_state
+
+    def make(drawn: Tensor) -> nn.Parameter:
+        return nn.Parameter(drawn) if parallel_state.is_pipeline_first_stage() else ms.STAND_IN.make(drawn)
+
+    def build(layout: mt.Layout) -> nn.Module:
+        module = drawn_build(layout)
+        module.config.fp8_param = True  # in the constructor it asks for Transformer Engine
+        return module
+
+    engine = SimpleNamespace(**{**vars(ms.STAND_IN), "make": make})
+    drawn_build = ms.stock_build
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ms, "stock_build", build)
+        with run(layout, "e4m19", engine) as training:
+            losses, before = steps(training, NUM_STEPS), ms.local_bytes(training)
+            ms.save(training, folder, "dp_reshardable")
+            num = len(ms.fp8_weights(training))
+        with run(layout, "e4m19", engine) as training:
+            ms.load(training, folder, "dp_reshardable")
+            assert_same(ms.local_bytes(training), before)
+    return {"losses": losses, "num": num}
+
+
+def test_a_stage_of_bf16_layers_alone_trains_beside_one_with_fp8_weights(ranks: Any, tmp_path: Any) -> None:
+    layout = bf16(True, pp=2)
+    first, last = ranks(2).run(bf16_first_stage, layout, str(tmp_path))
+    stock = ranks(2).run(trained, layout, None)[-1]["losses"]
+    assert (first["num"], last["num"]) == (0, 4)
+    assert 0 < largest_difference(last["losses"], stock) <= allowed(ranks, 2)
+
+
+# --- what Megatron and Transformer Engine are relied on for ---
 
 
 @on_ranks(2)
@@ -523,3 +492,15 @@ def test_the_norm_of_parameters_is_that_of_the_weights() -> None:
         dist.all_reduce(total)
         expected = torch.cat([p.detach().float().view(-1) for p in params]).norm()
         assert float(total.sqrt()) == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["_data", "_scale_inv", "_reset_caches"])
+def test_a_transformer_engine_that_keeps_fp8_elsewhere_is_refused(name: str) -> None:
+    from fp8_ds.errors import SeamError
+    from fp8_ds.numerics.masters import E4M19
+    from megatron_patches.optimizer_fp8 import Fp8Weights
+
+    names = {"_data", "_scale_inv", "_reset_caches"} - {name}
+    weight = SimpleNamespace(**dict.fromkeys(names, torch.zeros(1)))
+    with pytest.raises(SeamError, match=rf"SimpleNamespace\.{name}"):
+        Fp8Weights({"layer.weight": weight}, E4M19, None, torch.device("cpu"))

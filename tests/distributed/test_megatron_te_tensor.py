@@ -1,6 +1,6 @@
 """FP8 weights in Transformer Engine's own Float8Tensor, its Python code over torch, on two ranks.
 
-test_megatron_optimizer_fp8.py has a stand-in of that class, in more layouts; here both give the same numbers.
+test_megatron_optimizer.py has a stand-in of that class, in more layouts; here both give the same numbers.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import megatron_states as ms
 import megatron_training as mt
 import pytest
-import test_megatron_optimizer as base
-import test_megatron_optimizer_fp8 as stand_in
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 import transformer_engine_python as te
@@ -26,9 +25,9 @@ pytestmark = [
 ]
 
 NUM_STEPS = 3
-WHOLE = base.bf16(True, config={"hidden_size": 256, "ffn_hidden_size": 512})
+WHOLE = ms.bf16(True, config={"hidden_size": 256, "ffn_hidden_size": 512})
 """Each weight lies on one rank."""
-SPLIT = base.bf16(True, config={"hidden_size": 192, "ffn_hidden_size": 320})
+SPLIT = ms.bf16(True, config={"hidden_size": 192, "ffn_hidden_size": 320})
 
 
 @contextmanager
@@ -42,7 +41,7 @@ def run(layout: mt.Layout, master: str, **states: Any) -> Iterator[mt.Training]:
     import megatron_patches.layer_specs
     import megatron_patches.optimizer_sharded  # noqa: F401
 
-    with te.engine() as engine, stand_in.run(layout, master, engine, **states) as training:
+    with te.engine() as engine, ms.run(layout, master, engine, states) as training:
         yield training
 
 
@@ -53,7 +52,7 @@ def train(layout: mt.Layout, master: str, **states: Any) -> dict[str, Any]:
         one, data = training.optimizer.chained_optimizers[0], mt.batches(NUM_STEPS)
         losses, checked = [], []
         for _ in range(NUM_STEPS):
-            losses += base.steps(training, 1, data)
+            losses += ms.steps(training, 1, data)
             checked.append(num_checked(one, has_transposes=not states.get("drop_transposes", False)))
         buffers = {buffer.param_data.untyped_storage().data_ptr() for buffer in one.buffers}
         weights = dict(zip(one._fp8_weights.names, one._fp8_weights.weights, strict=True))
@@ -66,11 +65,11 @@ def train(layout: mt.Layout, master: str, **states: Any) -> dict[str, Any]:
 
 
 def train_stand_in(layout: mt.Layout, master: str) -> dict[str, Any]:
-    with stand_in.run(layout, master) as training:
-        losses = base.steps(training, NUM_STEPS)
+    with ms.run(layout, master) as training:
+        losses = ms.steps(training, NUM_STEPS)
         return {
             "losses": losses,
-            "bytes": {name: p._data.clone() for name, p in stand_in.fp8_weights(training).items()},
+            "bytes": {name: p._data.clone() for name, p in ms.fp8_weights(training).items()},
         }
 
 
@@ -86,11 +85,11 @@ def test_it_is_what_masters_say_and_what_the_stand_in_is(
     for one, other in zip(ours, others, strict=True):
         assert one["checked"] == [4 * mt.NUM_LAYERS] * NUM_STEPS and one["in_buffer"]
         assert one["losses"] == other["losses"] and one["losses"][-1] < one["losses"][0]
-        base.assert_same(one["bytes"], other["bytes"])
+        ms.assert_same(one["bytes"], other["bytes"])
 
 
 def test_dropped_transposes_stay_dropped(ranks: Any) -> None:
     dropped, kept = (ranks(2).run(train, WHOLE, "e4m19", **words) for words in ({"drop_transposes": True}, {}))
     for one, other in zip(dropped, kept, strict=True):
         assert one["checked"] == other["checked"] and one["losses"] == other["losses"]
-        base.assert_same(one["bytes"], other["bytes"])
+        ms.assert_same(one["bytes"], other["bytes"])
