@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import runpy
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install megatron-core==0.16.1")
+
+from packaging.specifiers import SpecifierSet
 
 from fp8_ds.errors import SeamError
 from megatron_patches import compat, patches
@@ -99,8 +105,68 @@ def test_rows_of_other_versions_are_left_out(host: ModuleType) -> None:
     assert not hasattr(host, "absent")
 
 
-def test_the_installed_megatron_has_every_row_of_core() -> None:
-    patches.check("core")
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_the_command_lists_every_row_that_the_installed_megatron_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wheels to 0.16 are megatron.core alone: their rows of training code are not listed as missing."""
+    monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
+    monkeypatch.setattr(sys, "argv", ["patches.py"])
+    runpy.run_module("megatron_patches.patches", run_name="__main__")
+    listed = capsys.readouterr().out
+    assert listed.count("\nrely  ") > 40 and "megatron.training." not in listed and str(compat.version()) in listed
+    monkeypatch.setenv("MEGATRON_LM_PATH", str(tmp_path))
+    with pytest.raises(SystemExit, match=f"{tmp_path}: expected a clone of Megatron-LM"):
+        runpy.run_module("megatron_patches.patches", run_name="__main__")
+
+
+# --- bodies of functions ---
+
+
+def test_bodies_of_tested_versions_are_stored_and_pass_in_silence() -> None:
+    tested = json.loads(patches._BODIES.read_text())
+    assert tuple(sorted(tested)) == compat.TESTED_VERSIONS
+    constants = {row.path for row in patches.PATCHES if row.name.rsplit(".", 1)[-1][0].isupper()}
+    for version, table in tested.items():
+        there = {row.path for row in patches.PATCHES if SpecifierSet(row.versions).contains(version)}
+        assert set(table) == there - constants, version
+    patches._warn_of_other_bodies.cache_clear()
+    with warnings.catch_warnings():
+        if compat.version().public in tested:
+            warnings.filterwarnings("error", message=".*bodies differ")
+        patches.check("core")
+
+
+def test_a_body_that_was_not_tested_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    patches._warn_of_other_bodies.cache_clear()
+    monkeypatch.setattr(DistributedOptimizer, "state_dict", lambda self: {"another": "body"})
+    with pytest.warns(UserWarning, match=r"bodies differ: [\w.]+\.DistributedOptimizer\.state_dict\."):
+        patches.check("core")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*bodies differ")
+        patches.check("core")
+
+
+def test_the_bodies_of_a_version_are_stored_beside_those_of_others(tmp_path: Path) -> None:
+    file = tmp_path / "bodies.json"
+    file.write_text('{"0.1": {"a": "b"}}')
+    rows = [row for row in patches.rows() if row.part == "core"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(patches, "rows", lambda *parts: rows)
+        patches.update_bodies(file)
+    found = json.loads(file.read_text())
+    assert found["0.1"] == {"a": "b"} and len(found[compat.version().public]) > 40
+
+
+def test_a_library_that_scripts_need_is_told_from_a_version_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> Any:
+        raise ModuleNotFoundError("No module named 'six'", name="six")
+
+    monkeypatch.setattr(patches.importlib, "import_module", absent)
+    with pytest.raises(SeamError, match=r"'six'\. Install .*fp8-ds\[megatron\]"):
+        patches.find(next(row for row in patches.PATCHES if row.part == "training"))
 
 
 def test_versions(tmp_path: Path) -> None:
