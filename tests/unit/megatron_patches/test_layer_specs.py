@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +45,7 @@ from megatron_patches.refusals import refuse_final_norm
 
 FP8 = settings("hybrid", "tensorwise")
 REFERENCE = AttentionSettings("reference")
+WITH_ATTENTION = partial(with_attention, settings=REFERENCE)
 
 
 def config(**values: Any) -> TransformerConfig:
@@ -74,46 +76,36 @@ def test_local_linears_are_replaced_and_nothing_else() -> None:
     assert ours.submodules.sharded_state_dict_keys_map == stock.submodules.sharded_state_dict_keys_map != {}
 
 
-class TELinear(torch.nn.Module):
-    """As Transformer Engine's fused norm and linear, and its plain one."""
-
-
-class TEDotProductAttention(torch.nn.Module):
-    pass
-
-
 def te_spec() -> ModuleSpec:
     """The shape of get_gpt_layer_with_transformer_engine_spec()."""
-    attention = SelfAttentionSubmodules(linear_qkv=TELinear, core_attention=TEDotProductAttention, linear_proj=TELinear)
+    linear, core = (type(name, (torch.nn.Module,), {}) for name in ("TELinear", "TEDotProductAttention"))
+    attention = SelfAttentionSubmodules(linear_qkv=linear, core_attention=core, linear_proj=linear)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             self_attention=ModuleSpec(module=SelfAttention, params={"attn_mask_type": "causal"}, submodules=attention),
-            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=TELinear, linear_fc2=TELinear)),
+            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=linear, linear_fc2=linear)),
         ),
     )
 
 
-def test_of_transformer_engines_spec_only_attention_is_replaced() -> None:
+def test_attention_alone_is_replaced_in_transformer_engines_spec_and_linears_alone_in_mlas() -> None:
     stock = te_spec()
     before, found = modules(stock), modules(with_attention(stock, REFERENCE))
-    assert issubclass(found.pop("core_attention"), TEDotProductAttention)
-    assert before.pop("core_attention") is TEDotProductAttention
+    assert issubclass(found.pop("core_attention"), before.pop("core_attention"))
     assert found == before
-
-
-def test_a_spec_without_linears_of_megatron_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"Pass --transformer-impl local"):
-        with_fp8_linears(te_spec(), FP8)
-
-
-def test_mla_is_left_alone() -> None:
-    stock = get_gpt_layer_local_spec(multi_latent_attention=True)
-    ours = with_fp8_linears(stock, FP8)
-    assert ours.submodules.self_attention == stock.submodules.self_attention
+    latents = get_gpt_layer_local_spec(multi_latent_attention=True)
+    ours = with_fp8_linears(latents, FP8)
+    assert ours.submodules.self_attention == latents.submodules.self_attention
     assert ours.submodules.mlp.submodules.linear_fc1.module is Fp8ColumnParallelLinear
-    with pytest.raises(UnsupportedError, match=r"expected a layer spec with a core_attention that is not MLA's"):
-        with_attention(stock, REFERENCE)
+    for spec, change in ((stock, lambda one: with_fp8_linears(one, FP8)), (latents, WITH_ATTENTION)):
+        with pytest.raises(UnsupportedError, match=r"--transformer-impl local|core_attention that is not MLA's"):
+            change(spec)
+    empty = TransformerBlockSubmodules(layer_specs=[])  # of a pipeline stage without layers
+    assert WITH_ATTENTION(with_fp8_linears(empty, FP8)).layer_specs == []
+    plain = modules(layer_spec(config(), use_transformer_engine=False))
+    assert (plain["linear_qkv"], plain["linear_fc2"]) == (ColumnParallelLinear, RowParallelLinear)
+    assert plain["core_attention"] is DotProductAttention
 
 
 @pytest.fixture
@@ -129,13 +121,17 @@ def one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("freq", [1, [0, 1, 0, 1]])
 def test_experts_are_replaced_in_every_layer(freq: Any, one_stage: None) -> None:
-    moe = config(num_moe_experts=4, moe_layer_freq=freq, moe_shared_expert_intermediate_size=64, add_bias_linear=False)
+    from megatron.core.transformer.torch_norm import L2Norm
+
+    experts = {"num_moe_experts": 4, "moe_layer_freq": freq, "moe_shared_expert_intermediate_size": 64}
+    moe = config(**experts, add_bias_linear=False, qk_l2_norm=True)
     spec = layer_spec(moe, use_transformer_engine=False, fp8=FP8, attention=REFERENCE)
     layers = [spec] if freq == 1 else spec.layer_specs
     assert len(layers) == (1 if freq == 1 else 4)
     for i, layer in enumerate(layers):
         assert issubclass(layer.module, MegatronFp8Layer)
         assert issubclass(layer.submodules.self_attention.submodules.core_attention.module, DotProductAttention)
+        assert layer.submodules.self_attention.submodules.q_layernorm is L2Norm
         mlp = layer.submodules.mlp
         inner = mlp.submodules
         parts = [inner.experts.submodules, inner.shared_experts.submodules] if freq == 1 or i % 2 else [inner]
@@ -159,86 +155,62 @@ def test_a_spec_that_megatron_calls_is_of_the_stage_it_names(monkeypatch: pytest
     assert stages == [0, 1]
 
 
-def test_a_stage_without_layers_is_left_as_it_is() -> None:
-    empty = TransformerBlockSubmodules(layer_specs=[])
-    assert with_attention(with_fp8_linears(empty, FP8), REFERENCE).layer_specs == []
+def other_config(**values: Any) -> TransformerConfig:
+    """A configuration with fields that are not checked against each other."""
+    found = config()
+    vars(found).update(values)
+    return found
 
 
-def test_alternating_experts_under_virtual_stages_are_refused() -> None:
-    values = {"num_moe_experts": 4, "moe_layer_freq": [0, 1, 0, 1], "virtual_pipeline_model_parallel_size": 2}
-    fake = SimpleNamespace(num_layers=4, **values)
-    with pytest.raises(UnsupportedError, match=r"--num-layers-per-virtual-pipeline-stage: expected none"):
-        layer_specs.megatron_layer_spec(fake, use_transformer_engine=False)
+IN_FP8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective"}
+VIRTUAL = {"num_moe_experts": 4, "moe_layer_freq": [0, 1, 0, 1], "virtual_pipeline_model_parallel_size": 2}
+
+
+def ends_in_bf16(first: int, last: int) -> TransformerConfig:
+    ends = {"num_layers_at_start_in_bf16": first, "num_layers_at_end_in_bf16": last}
+    return config(first_last_layers_bf16=True, **ends)
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "flag"),
-    [
-        ("experimental_attention_variant", "dsa", "--experimental-attention-variant"),
-        ("heterogeneous_layers_config_path", "layers.json", "--heterogeneous-layers-config-path"),
-        ("use_kitchen", True, "--kitchen-config-file, --kitchen-recipe-number"),
-        ("use_kitchen_attention", True, "--use-kitchen-attention"),
-        ("transformer_impl", "inference_optimized", "--transformer-impl"),
+    ("made", "options", "flag"),
+    [  # what Megatron builds only without a spec would be left out in silence: another model
+        (other_config(experimental_attention_variant="dsa"), {}, "--experimental-attention-variant"),
+        (other_config(heterogeneous_layers_config_path="x.json"), {}, "--heterogeneous-layers-config-path"),
+        (other_config(use_kitchen=True), {}, "--kitchen-config-file, --kitchen-recipe-number"),
+        (other_config(use_kitchen_attention=True), {}, "--use-kitchen-attention"),
+        (other_config(transformer_impl="inference_optimized"), {}, "--transformer-impl"),
+        (other_config(**VIRTUAL), {}, "--num-layers-per-virtual-pipeline-stage"),
+        (config(**IN_FP8, **FULL), {}, "--recompute-granularity: .* got full"),
+        (config(**IN_FP8, **SELECTIVE, recompute_modules=["core_attn", "mlp"]), {}, "--recompute-modules: .* got mlp"),
+        *((ends_in_bf16(*ends), {"fp8": FP8}, "--first-last-layers-bf16") for ends in ((5, 1), (2, 2), (-1, 1))),
+        (config(attention_dropout=0.0), {"use_transformer_engine": True, "attention": REFERENCE}, "--transformer-impl"),
+        (config(**IN_FP8), {"use_transformer_engine": True}, "--transformer-impl local"),
+        (config(), {"use_transformer_engine": True, "fp8": FP8}, "--fp8-recipe: expected one of Megatron's"),
     ],
 )
-def test_layers_that_megatron_builds_only_without_a_spec_are_refused(field: str, value: Any, flag: str) -> None:
-    """They would be left out in silence: another model."""
-    other = config()
-    setattr(other, field, value)
-    with pytest.raises(UnsupportedError, match=flag):
-        layer_specs.megatron_layer_spec(other, use_transformer_engine=False)
-
-
-def test_attention_for_transformer_engines_layers_without_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_cannot_be_built_as_asked_for_are_refused(
+    made: TransformerConfig, options: dict[str, Any], flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(compat, "transformer_engine", lambda: compat.TransformerEngine(False, "not installed"))
-    with pytest.raises(UnsupportedError, match=r"--transformer-impl: expected Transformer Engine, got none \(not inst"):
-        layer_spec(config(attention_dropout=0.0), use_transformer_engine=True, attention=REFERENCE)
-
-
-@pytest.mark.parametrize(("first", "last"), [(5, 1), (2, 2), (4, 0), (-1, 1)])
-def test_bf16_layers_alone_are_no_fp8(first: int, last: int) -> None:
-    values = {"num_layers_at_start_in_bf16": first, "num_layers_at_end_in_bf16": last}
-    with pytest.raises(ConfigError, match=rf"--first-last-layers-bf16: .* got {first} at the start and {last} at the"):
-        layer_spec(config(first_last_layers_bf16=True, **values), use_transformer_engine=False, fp8=FP8)
-    layer_spec(config(first_last_layers_bf16=True, **values), use_transformer_engine=False)
-    layer_spec(config(**values), use_transformer_engine=False, fp8=FP8)
-    one_left = {"num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 1}
-    layer_spec(config(first_last_layers_bf16=True, **one_left), use_transformer_engine=False, fp8=FP8)
-
-
-def test_fp8_without_transformer_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_specs, "megatron_layer_spec", lambda *args, **kwargs: te_spec())
-    fp8 = config(fp8="hybrid", fp8_recipe="tensorwise")
-    with pytest.raises(
-        UnsupportedError, match=r"expected Transformer Engine, got none .* pass --transformer-impl local"
-    ):
-        layer_spec(fp8, use_transformer_engine=True)
-    with pytest.raises(ConfigError, match=r"--fp8-recipe: expected one of Megatron's"):
-        layer_spec(config(), use_transformer_engine=True, fp8=FP8)
+    if options.get("use_transformer_engine"):
+        monkeypatch.setattr(layer_specs, "megatron_layer_spec", lambda *args, **kwargs: te_spec())
+    with pytest.raises((UnsupportedError, ConfigError), match=flag):
+        layer_spec(made, **{"use_transformer_engine": False, **options})
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("made", "fp8"),
     [
-        (
-            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-            "--recompute-granularity: expected selective or none .* got full",
-        ),
-        (
-            {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
-            "--recompute-modules: expected core_attn alone .* got mlp",
-        ),
-        ({"recompute_granularity": "selective"}, None),
+        (config(**FULL), FP8),
+        (config(**IN_FP8, **SELECTIVE), None),
+        (ends_in_bf16(2, 2), None),
+        (ends_in_bf16(2, 1), FP8),
     ],
 )
-def test_what_megatron_recomputes_by_transformer_engine_is_refused(values: dict[str, Any], message: str | None) -> None:
-    layer_spec(config(**values), use_transformer_engine=False, fp8=FP8)  # the wrapper's: no FP8 in Megatron's own
-    of_stock_script = config(fp8="hybrid", fp8_recipe="tensorwise", **values)
-    if message is None:
-        layer_spec(of_stock_script, use_transformer_engine=False)
-        return
-    with pytest.raises(UnsupportedError, match=message):
-        layer_spec(of_stock_script, use_transformer_engine=False)
+def test_layers_like_them_that_can_be_built_are_not(made: TransformerConfig, fp8: Any) -> None:
+    layer_spec(made, use_transformer_engine=False, fp8=fp8)
 
 
 def test_torchs_norm_after_the_last_layer_is_refused_before_the_model_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,39 +237,37 @@ def stock_script(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return args
 
 
-def test_the_stock_scripts_recipe_without_a_format_is_refused(
+REFUSED_OF_SCRIPT: list[tuple[dict[str, Any], list[str], str]] = [
+    ({"fp8_recipe": "tensorwise"}, [], "--fp8-format with it, got tensorwise"),
+    ({}, ["--fp8-recipe", "delayed"], "--fp8-format with it, got delayed"),
+    ({"reset_attention_mask": True}, [], "--reset-attention-mask"),
+    ({"mtp_num_layers": 1}, [], "--mtp-num-layers"),
+    ({"spec": ["megatron_patches.layer_specs", "gpt_fa4"]}, [], "expected one of gpt, gpt_fa3, .* got gpt_fa4"),
+]
+
+
+@pytest.mark.parametrize(("values", "words", "message"), REFUSED_OF_SCRIPT)
+def test_flags_of_the_stock_script_that_do_not_fit_are_refused(
+    stock_script: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    values: dict[str, Any],
+    words: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words])
+    monkeypatch.setattr(compat, "version", lambda: Version("0.16.1"))
+    vars(stock_script).update(values)
+    with pytest.raises((ConfigError, UnsupportedError), match=message):
+        layer_specs._objects()
+
+
+def test_later_versions_of_megatron_build_multi_token_prediction_beside_a_spec(
     stock_script: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for recipe, words in (("tensorwise", []), ("delayed", ["--fp8-recipe", "delayed"])):
-        stock_script.fp8_recipe = recipe
-        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words])
-        with pytest.raises(ConfigError, match=rf"expected --fp8-format with it, got {recipe} and no format"):
-            layer_specs._objects()
-
-
-def test_the_stock_scripts_mask_of_documents_is_refused(stock_script: SimpleNamespace) -> None:
-    args = stock_script
-    args.reset_attention_mask = True
-    with pytest.raises(UnsupportedError, match=r"--reset-attention-mask: expected off with attention by fp8_ds \(ref"):
-        layer_specs._objects()
-    args.reset_attention_mask = False
-    assert list(layer_specs._objects()) == ["gpt_reference"]
-
-
-@pytest.mark.parametrize(("version", "builds"), [("0.16.1", False), ("0.19.1", True)])
-def test_multi_token_prediction_is_refused_where_megatron_cannot_build_it_beside_a_spec(
-    stock_script: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, version: str, builds: bool
-) -> None:
-    monkeypatch.setattr(compat, "version", lambda: Version(version))
+    monkeypatch.setattr(compat, "version", lambda: Version("0.19.1"))
     monkeypatch.setattr(layer_specs.patches, "check", lambda *parts: None)
     stock_script.mtp_num_layers = 1
-    if builds:
-        assert list(layer_specs._objects()) == ["gpt_reference"]
-        return
-    with pytest.raises(
-        UnsupportedError, match=r"--mtp-num-layers: expected none with a layer spec in Megatron 0\.16\.1"
-    ):
-        layer_specs._objects()
+    assert list(layer_specs._objects()) == ["gpt_reference"]
 
 
 def test_the_name_and_the_flag_say_which_attention(stock_script: SimpleNamespace) -> None:
@@ -319,25 +289,3 @@ def test_a_backend_that_is_not_there_is_refused_before_layers_are_built(
     dropout = SimpleNamespace(core_transformer_config_from_args=lambda args: config(attention_dropout=0.1))
     monkeypatch.setitem(sys.modules, "megatron.training.arguments", dropout)
     assert list(layer_specs._objects()) == ["gpt_fa3"]
-
-
-def test_norms_of_queries_and_keys_are_those_asked_for(one_stage: None) -> None:
-    from megatron.core.transformer.torch_norm import L2Norm
-
-    moe = config(num_moe_experts=4, moe_layer_freq=[0, 1, 0, 1], add_bias_linear=False, qk_l2_norm=True)
-    spec = layer_specs.megatron_layer_spec(moe, use_transformer_engine=False)
-    for layer in getattr(spec, "layer_specs", [spec]):
-        assert layer.submodules.self_attention.submodules.q_layernorm is L2Norm
-
-
-def test_without_fp8_or_attention_linears_are_stock() -> None:
-    found = modules(layer_spec(config(), use_transformer_engine=False))
-    assert (found["linear_qkv"], found["linear_fc2"]) == (ColumnParallelLinear, RowParallelLinear)
-    assert found["core_attention"] is DotProductAttention
-
-
-def test_an_object_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = SimpleNamespace(spec=["megatron_patches.layer_specs", "gpt_fa4"])
-    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", SimpleNamespace(_GLOBAL_ARGS=args))
-    with pytest.raises(ConfigError, match=r"expected one of gpt, gpt_fa3, .* got gpt_fa4"):
-        layer_specs._objects()
