@@ -20,22 +20,6 @@ from megatron_patches import cpu
 NAME = f"helpers_cpp{importlib.machinery.EXTENSION_SUFFIXES[0]}"
 
 
-def folder(tmp_path: Path, name: str, helper: str | None = None) -> Path:
-    found = tmp_path / name / "megatron" / "core" / "datasets"
-    found.mkdir(parents=True)
-    if helper is not None:
-        (found / NAME).write_text(helper)
-    return found
-
-
-@pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A megatron-core with the helper, behind the clone."""
-    found = folder(tmp_path, "site", "installed")
-    monkeypatch.setattr(sys, "path", [str(tmp_path / "clone"), "", str(tmp_path / "site")])
-    return found
-
-
 def test_a_torch_for_cuda_has_no_device_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed's import makes torch count devices, of which Megatron is told that there is one."""
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -46,16 +30,16 @@ def test_a_torch_for_cuda_has_no_device_on_cpu(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(("rank", "is_installed", "num_compiled"), [(0, True, 0), (0, False, 1), (1, False, 0)])
 def test_on_cpu_megatron_has_it_before_it_builds_data(
-    tmp_path: Path,
-    installed: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    rank: int,
-    is_installed: bool,
-    num_compiled: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, is_installed: bool, num_compiled: int
 ) -> None:
-    if not is_installed:
-        (installed / NAME).unlink()
-    clone, calls = folder(tmp_path, "clone"), []
+    """A clone before an installed megatron-core, whose helper is copied if it has one."""
+    clone, installed = (tmp_path / name / "megatron/core/datasets" for name in ("clone", "site"))
+    for folder in (clone, installed):
+        folder.mkdir(parents=True)
+    if is_installed:
+        (installed / NAME).write_text("installed")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "clone"), "", str(tmp_path / "site")])
+    calls: list[str] = []
     utils: Any = ModuleType("megatron.core.datasets.utils")
     utils.__file__, utils.compile_helpers = str(clone / "utils.py"), lambda: calls.append("compile")
     monkeypatch.setattr(datasets, "utils", utils, raising=False)

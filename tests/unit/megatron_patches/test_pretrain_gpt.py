@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -83,17 +82,14 @@ def test_a_refusal_is_one_line_and_status_2(
     assert line.startswith("[rank 1] ConfigError: ") and str(tmp_path) in line
 
 
-@pytest.mark.parametrize(
-    ("spec", "impl", "is_parallel", "expected"),
-    [
-        (["megatron_patches.layer_specs", "gpt"], "local", True, True),
-        (["megatron_patches.layer_specs", "gpt_sdpa"], "local", True, True),
-        (["megatron_patches.layer_specs", "gpt"], "local", False, False),
-        (["megatron_patches.layer_specs", "gpt"], "transformer_engine", True, False),
-        (["elsewhere", "gpt"], "local", True, False),
-        (None, "local", True, False),
-    ],
-)
-def test_every_spec_of_ours_has_its_final_norm(spec: Any, impl: str, is_parallel: bool, expected: bool) -> None:
-    args = argparse.Namespace(spec=spec, transformer_impl=impl, sequence_parallel=is_parallel)
-    assert pretrain_gpt.needs_own_final_norm(args) is expected
+def test_every_spec_of_ours_has_its_final_norm() -> None:
+    ours, parallel = ["megatron_patches.layer_specs", "gpt_sdpa"], {"sequence_parallel": True}
+    for spec, impl, options, expected in (
+        (ours, "local", parallel, True),
+        (ours, "local", {"sequence_parallel": False}, False),
+        (ours, "transformer_engine", parallel, False),
+        (["elsewhere", "gpt"], "local", parallel, False),
+        (None, "local", parallel, False),
+    ):
+        args = argparse.Namespace(spec=spec, transformer_impl=impl, **options)
+        assert pretrain_gpt.needs_own_final_norm(args) is expected

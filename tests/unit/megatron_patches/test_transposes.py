@@ -113,29 +113,22 @@ def test_one_weight_at_a_time_has_a_transpose_and_gradients_are_the_same(recompu
     assert Weight.made == 6, "one for each product and micro-batch, none in forwards"
 
 
-def test_what_is_there_before_goes_and_forwards_leave_nothing() -> None:
+def test_what_is_there_before_goes_and_neither_forwards_nor_gathers_make_others() -> None:
     model, weights, _ = build()
     train(model, 1)
-    assert kept(weights) == 3
     transposes.drop_all([model])
     assert kept(weights) == 0
     for weight in weights:
         weight._quantizer = Quantizer()  # a new recipe's
     model(torch.ones(1, 8))
     assert kept(weights) == 0
-
-
-def test_gathers_make_transposes_of_other_weights_only() -> None:
-    ours, weights, _ = build()
-    others, kept_weights, _ = build()
-    transposes.drop_all([ours])
-    gathered: list[Weight] = []
-    transposes.without_ours(gathered.extend)([*weights, *kept_weights])
-    assert [id(weight) for weight in gathered] == [id(weight) for weight in kept_weights] and others is not None
+    others, gathered = build()[1], list[Weight]()
+    transposes.without_ours(gathered.extend)([*weights, *others])
+    assert [id(weight) for weight in gathered] == [id(weight) for weight in others]
 
 
 def test_another_transformer_engine_is_refused() -> None:
     model, weights, _ = build()
     del weights[1]._quantizer
-    with pytest.raises(SeamError, match=r"Weight\._quantizer: expected it as in Transformer Engine 2.11, got none"):
+    with pytest.raises(SeamError, match=r"Weight\._quantizer: .* got none"):
         transposes.drop_all([model])
