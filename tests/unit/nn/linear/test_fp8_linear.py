@@ -1,12 +1,11 @@
 """Fp8Linear with each recipe: accuracy, what it computes and reads, what it saves, and its edges."""
 
 import copy
-import math
 import weakref
 
 import pytest
 import torch
-from support import MANY_SCALES, many_scales
+from support import many_scales
 from support.linears import RECIPES, attach_payload, fp8_of, saved_bytes, step_of
 from torch import nn
 
@@ -24,7 +23,6 @@ from fp8_ds.ops.quantize import quantize, quantize_rowwise, quantize_tensorwise
 from fp8_ds.testing import assert_bitwise, sqnr_db
 
 FINE = ("rowwise", "rowwise_with_gw_hp", "blockwise")
-ONE_SCALE = ("tensorwise", "delayed")
 NAN = float("nan")
 
 
@@ -66,50 +64,8 @@ def test_three_gemms_keep_24_db_on_normal_inputs(recipe, grad_dtype, backend, dt
     assert sqnr_db(expected[3], got[3]) >= 45  # the bias gradient never does; bf16 rounding alone is 50 dB
 
 
-@pytest.mark.parametrize(("family", "grad_dtype"), zip(MANY_SCALES, ["e5m2", "e4m3"] * len(MANY_SCALES), strict=False))
-def test_many_scales_keep_the_normal_bound_in_energy(family, grad_dtype):
-    """One scale per tensor suffices in energy: E4M3 has full precision over 2**14.8 below the amax, and what lies lower
-    holds less than 2**-29 of the energy. Error is set against the energy of all products that were summed,
-    `x**2 @ (w**2).T`, pooled over 8 seeds: a result of many-scales inputs can hang on a single element, whose own sum
-    may cancel by chance (grad_weight under outlier_channel: 11 to 45 dB against its own norm).
-    """
-    energy, noise = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
-    for seed in range(8):
-        torch.manual_seed(seed)
-        linear = nn.Linear(128, 96, bias=False)
-        x, grad_output = many_scales(family, 256, 128, 2 * seed), many_scales(family, 256, 96, 2 * seed + 1)
-        expected, got = step_of(linear, x, grad_output), step_of(fp8_of(linear, grad_dtype=grad_dtype), x, grad_output)
-        x2, g2, w2 = (t.detach().double().square() for t in (x, grad_output, linear.weight))
-        products = [x2 @ w2.t(), g2 @ w2, g2.t() @ x2]
-        for i in range(3):
-            weighting = products[i].sum()  # every seed counts the same
-            energy[i] += 1
-            noise[i] += (expected[i] - got[i]).double().square().sum() / weighting
-    measured = 10 * (energy / noise).log10()
-    bounds = {"e5m2": (27.5, 23.5, 23.0), "e4m3": (27.5, 27.5, 27.0)}[grad_dtype]
-    assert (measured >= torch.tensor(bounds)).all(), measured
-
-
-def test_rows_far_below_the_amax_lose_precision_with_one_scale_per_tensor_only():
-    """With one scale a row is good while its values stay in E4M3's normal range, 2**14.8 below the amax (here: 24 dB
-    down to 2**-9), is noise at 2**-18, and zero below 2**-19."""
-    torch.manual_seed(0)
-    linear = nn.Linear(128, 96, bias=False)
-    x = torch.randn(6, 128) * torch.exp2(-torch.tensor([0.0, 3, 6, 9, 18, 22]))[:, None]
-    expected = linear(x).detach()
-    for recipe in ("tensorwise", *FINE):
-        got = fp8_of(linear, recipe)(x).detach()
-        db = [sqnr_db(expected[i], got[i]) for i in range(6)]
-        if recipe == "tensorwise":
-            assert min(db[:4]) >= 24 and db[4] < 12 and (got[5] == 0).all()
-        else:
-            assert min(db) >= 24
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize(
-    ("grad_dtype", "std", "attached"), [("e5m2", 0.02, True), ("e4m3", 0.002, False), ("e5m2", 0.0002, True)]
-)
+@pytest.mark.parametrize(("grad_dtype", "std", "attached"), [("e4m3", 0.002, False), ("e5m2", 0.0002, True)])
 def test_tokens_and_weight_rows_of_zeros_cost_the_others_no_precision(recipe, grad_dtype, std, attached):
     """Padding, dead units, layers that start at zero. Against float64; inputs of the weights' size, too."""
     linear, x, grad_output = inputs()
@@ -132,41 +88,12 @@ def test_tokens_and_weight_rows_of_zeros_cost_the_others_no_precision(recipe, gr
 def test_zeros_and_subnormals_have_finite_gradients(recipe):
     linear, x, grad_output = inputs()
     for value in (0.0, 2.0**-149, 1e-30):
-        for result in step_of(fp8_of(linear, recipe), torch.full_like(x, value), torch.full_like(grad_output, value))[
-            :3
-        ]:
-            assert result.isfinite().all()
+        results = step_of(fp8_of(linear, recipe), torch.full_like(x, value), torch.full_like(grad_output, value))
+        assert all(result.isfinite().all() for result in results[:3])
     assert not step_of(fp8_of(linear, recipe), torch.zeros_like(x), grad_output)[2].any()
     nn.init.zeros_(linear.weight)
     output, grad_input, grad_weight, _ = step_of(fp8_of(linear, recipe), x, grad_output)
     assert not output.any() and not grad_input.any() and sqnr_db(grad_output.t() @ x, grad_weight) > 24
-
-
-@pytest.mark.parametrize("bad", [NAN, float("inf")])
-@pytest.mark.parametrize("recipe", ONE_SCALE)
-def test_a_non_finite_value_is_never_hidden_in_a_tensor_of_one_scale(bad, recipe):
-    module = fp8_of(nn.Linear(16, 16), recipe)
-    if recipe == "delayed":
-        module.fp8_recipe.history.update(torch.ones(2))  # a scale of the past, which would saturate the infinity
-    x, grad_output = torch.randn(4, 16), torch.randn(4, 16)
-    x[1, 3] = bad
-    output, grad_input, grad_weight, _ = step_of(module, x, grad_output)
-    assert not output.isfinite().any() and not grad_weight.isfinite().any() and grad_input.isfinite().all()
-    grad_output[2, 2] = bad
-    _, grad_input, grad_weight, _ = step_of(module, torch.randn(4, 16), grad_output)
-    assert not grad_input.isfinite().any() and not grad_weight.isfinite().any()
-
-
-@pytest.mark.parametrize("recipe", FINE)
-def test_a_non_finite_value_spoils_what_shares_its_scale(recipe):
-    linear, x, grad_output = inputs()
-    x[3, 5] = float("inf")
-    output, grad_input, grad_weight, _ = step_of(fp8_of(linear, recipe), x, grad_output)
-    assert not output[3].isfinite().any() and output[4:].isfinite().all()
-    assert grad_input.isfinite().all() and not grad_weight[:, 5].isfinite().any()
-    grad_output[7, 2] = float("nan")
-    _, grad_input, grad_weight, _ = step_of(fp8_of(linear, recipe), torch.randn_like(x), grad_output)
-    assert not grad_input[7].isfinite().any() and not grad_weight[2].isfinite().any()
 
 
 # --- what it computes ---
@@ -244,18 +171,6 @@ def test_layers_that_share_their_input_compute_the_same_bits(recipe):
             assert_bitwise(a, b)
 
 
-@pytest.mark.parametrize(("bias", "shape"), [(True, (32,)), (False, (2, 1, 3, 32)), (True, (1, 32))])
-def test_any_leading_dims(shape, bias):
-    torch.manual_seed(0)
-    linear = nn.Linear(32, 10, bias=bias)
-    x = torch.randn(shape)
-    for ref, value in zip(step_of(linear, x), step_of(fp8_of(linear), x), strict=True):
-        if ref is None:
-            assert value is None
-        else:
-            assert value.shape == ref.shape and sqnr_db(ref, value) > 18  # few elements: wider than the bound of many
-
-
 @pytest.mark.parametrize(
     ("recipe", "shape"), zip(RECIPES, [(0, 32), (2, 0, 32), (0, 3, 32), (0, 32), (2, 0, 32)], strict=True)
 )
@@ -263,25 +178,6 @@ def test_empty_batches_give_empty_outputs_and_zero_gradients(recipe, shape):
     output, grad_input, grad_weight, grad_bias = step_of(fp8_of(nn.Linear(32, 10), recipe), torch.empty(shape))
     assert output.shape == (*shape[:-1], 10) and grad_input.shape == shape
     assert (grad_weight == 0).all() and (grad_bias == 0).all()
-
-
-@pytest.mark.parametrize("recipe", ("tensorwise", *FINE))
-@pytest.mark.parametrize("shape", [(5, 33, 17), (1, 1, 1), (130, 140, 129)])
-def test_dims_that_are_no_multiples_of_anything(recipe, shape):
-    linear, x, grad_output = inputs(*shape, bias=True)
-    got = step_of(fp8_of(linear, recipe, grad_dtype="e4m3"), x, grad_output)
-    for ref, value in zip(step_of(linear, x, grad_output), got, strict=True):
-        assert value.shape == ref.shape and sqnr_db(ref, value) > 20
-
-
-def test_non_contiguous_input_and_expanded_gradient():
-    torch.manual_seed(0)
-    module = fp8_of(nn.Linear(32, 16))
-    x = torch.randn(32, 8).t()
-    got = step_of(module, x, torch.ones(1, 1).expand(8, 16))
-    expected = step_of(module, x.contiguous(), torch.ones(8, 16))
-    for a, b in zip(got, expected, strict=True):
-        assert_bitwise(a, b)
 
 
 FAST = {
@@ -332,37 +228,17 @@ def test_autocast_casts_the_input_and_gradients_keep_their_owners_dtype(weight_d
     assert_bitwise(output, expected)
 
 
-def test_grad_bias_is_summed_in_float32():
-    module = fp8_of(nn.Linear(16, 16).bfloat16())
-    _, _, _, grad_bias = step_of(module, torch.randn(4096, 16, dtype=torch.bfloat16))
-    assert (grad_bias == 4096).all()  # a bf16 running sum of ones stops at 256
-
-
-@pytest.mark.parametrize(("shape", "bias"), [((4, 16), True), ((2, 3, 16), False)])
-def test_the_output_may_be_written_in_place(shape, bias):
-    torch.manual_seed(0)
-    linear = nn.Linear(16, 16, bias=bias)
-    x = torch.randn(shape)
-    grads = []
-    for inplace in (True, False):
-        module = fp8_of(linear)
-        torch.nn.functional.relu(module(x), inplace=inplace).sum().backward()
-        grads.append(module.weight.grad)
-    assert_bitwise(*grads)
-
-
-def test_a_module_used_twice_sums_its_gradients():
+def test_uses_of_a_module_add_up_and_its_output_may_be_written_in_place():
     torch.manual_seed(0)
     module = fp8_of(nn.Linear(16, 16))
     attach_payload(module)
-    x, y = torch.randn(4, 16), torch.randn(4, 16)
-    parts = [step_of(module, x)[2].clone(), step_of(module, y)[2].clone()]
+    x, y = torch.randn(4, 16), torch.randn(2, 3, 16)
+    parts = [step_of(module, one, function=lambda one: torch.relu(module(one)))[2].clone() for one in (x, y)]
     module.zero_grad()
-    (module(x) + module(y)).sum().backward()
+    (torch.relu_(module(x)).sum() + torch.relu_(module(y)).sum()).backward()
     assert_bitwise(module.weight.grad, parts[0] + parts[1])
-    module.zero_grad()
-    module(module(x)).sum().backward()
-    assert module.weight.grad.isfinite().all()
+    bf16 = fp8_of(nn.Linear(16, 16).bfloat16())
+    assert (step_of(bf16, torch.randn(4096, 16).bfloat16())[3] == 4096).all()  # a bf16 sum of ones stops at 256
 
 
 # --- what it reads ---
@@ -384,35 +260,30 @@ def test_payload_bytes_are_used_and_the_parameter_is_never_read(recipe, dtype):
         assert_bitwise(a, b)
 
 
-def test_payload_is_read_again_at_backward():
+def test_payload_is_read_again_at_backward_and_the_input_is_freed_before():
     """ZeRO-3 drops the gathered bytes after forward and gathers them into another tensor before backward."""
     torch.manual_seed(0)
-    linear = nn.Linear(32, 16)
-    x = torch.randn(8, 32, requires_grad=True)
-    expected = step_of(fp8_of(linear), x.detach())
+    linear = nn.Linear(32, 16).bfloat16()
+    source = torch.randn(8, 32).bfloat16().requires_grad_()
+    expected = step_of(fp8_of(linear), source.detach())
     module = fp8_of(linear)
-    payload = attach_payload(module)
-    output = module(x)
+    payload, activation = attach_payload(module), source * 1
+    output, alive = module(activation), weakref.ref(activation)
+    del activation
+    assert alive() is None
     regathered = payload.data.clone()
     payload.data.view(torch.uint8).fill_(0x7F)  # NaN: freed memory
     payload.data = regathered
     output.backward(torch.ones_like(output))
-    assert_bitwise(x.grad, expected[1])
-
-
-def test_a_weight_gathered_in_bf16_is_quantised_by_its_own_scale():
-    torch.manual_seed(0)
-    linear = nn.Linear(32, 16).bfloat16()
-    module = fp8_of(linear)
-    payload = attach_payload(module)
+    assert_bitwise(source.grad, expected[1])
+    # gathered in bf16 it is quantised by its own scale
     payload.data, module.weight.data = None, linear.weight.detach().clone()
     payload.scale, payload.scale_inv = torch.tensor(64.0), torch.tensor(1 / 64)
-    x = torch.randn(8, 32, dtype=torch.bfloat16)
-    got = step_of(module, x)
+    got = step_of(module, source.detach())
     payload.data = quantize(linear.weight.detach(), payload.scale, E4M3)
-    for a, b in zip(got, step_of(module, x), strict=True):
+    for a, b in zip(got, step_of(module, source.detach()), strict=True):
         assert_bitwise(a, b)
-    assert not torch.equal(got[0], step_of(fp8_of(linear), x)[0])
+    assert not torch.equal(got[0], expected[0])
 
 
 @pytest.mark.parametrize("recipe", ("tensorwise", *FINE))
@@ -433,7 +304,6 @@ def test_retyping_keeps_the_object_its_parameters_and_its_state_dict():
     converted = Fp8Linear.from_linear(linear, TensorwiseRecipe(LinearConfig()))
     assert converted is linear and linear.weight is weight and linear.bias is bias
     assert list(linear.state_dict()) == keys
-    assert "fp8=tensorwise, grad=e5m2, backend=torch, fast=output" in repr(linear)
     with pytest.raises(ConfigError, match="converted once"):
         Fp8Linear.from_linear(linear, TensorwiseRecipe(LinearConfig()))
     patched = nn.Linear(16, 16)
@@ -455,17 +325,6 @@ def test_one_byte_per_input_element_is_saved_for_backward(recipe):
     ours, stock = (saved_bytes(one, x * 1)[0] for one in (module, linear))
     assert stock == 2 * x.numel()
     assert (ours == stock) if recipe == "rowwise_with_gw_hp" else (x.numel() <= ours <= 0.55 * stock)
-
-
-def test_the_high_precision_input_is_freed_after_forward():
-    module = fp8_of(nn.Linear(32, 16))
-    source = torch.randn(8, 32, requires_grad=True)
-    activation = source * 2
-    alive = weakref.ref(activation)
-    output = module(activation)
-    del activation
-    assert alive() is None
-    output.sum().backward()
 
 
 def test_frozen_weight_gets_no_gradient_and_saves_nothing():
@@ -513,22 +372,17 @@ def test_other_inputs_are_refused_by_the_name_of_the_weight():
         fp8_of(nn.Linear(16, 16))(torch.randn(4, 17))
 
 
-def test_double_backward_is_refused():
-    module = fp8_of(nn.Linear(16, 16))
-    x = torch.randn(4, 16, requires_grad=True)
-    (grad,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="expected its graph to be differentiated once"):
-        grad.sum().backward()
-
-
 def test_a_penalty_on_a_gradient_that_starts_at_the_layer_leaves_no_weight_out_in_silence():
     """As of a discriminator: convolutions, and a linear head whose gradient of x is its weight and nothing else."""
     convolution, head = nn.Conv1d(1, 4, 4, 4), fp8_of(nn.Linear(16, 16))
     x = torch.randn(4, 1, 16, requires_grad=True)
     output = head(nn.functional.gelu(convolution(x)).flatten(1))
     (grad,) = torch.autograd.grad(output.sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match=r'got a second time .* Name the layers in "linear\.filter_fqns"'):
+    with pytest.raises(RuntimeError, match=r"linear\.filter_fqns"):
         grad.square().sum().backward()
+    (grad,) = torch.autograd.grad(head(x.flatten(1)).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="expected its graph to be differentiated once"):
+        grad.sum().backward()
 
 
 def test_a_graph_of_gradients_that_nobody_differentiates_is_no_error():
@@ -543,57 +397,42 @@ def test_a_graph_of_gradients_that_nobody_differentiates_is_no_error():
 # --- delayed ---
 
 
-def delayed_of(linear):
-    module = fp8_of(linear, "delayed")
-    return module, module.fp8_recipe.history
-
-
-def test_delayed_scales_by_the_tensor_until_the_first_update():
+def test_delayed_scales_by_the_tensor_until_the_first_update_and_then_by_the_history():
     torch.manual_seed(0)
     linear = nn.Linear(32, 16)
+    module = fp8_of(linear, "delayed")
+    history = module.fp8_recipe.history
     x, grad_output = torch.randn(8, 32) * 1e4, torch.randn(8, 16) * 1e-7
-    module, history = delayed_of(linear)
     for a, b in zip(step_of(module, x, grad_output), step_of(fp8_of(linear), x, grad_output), strict=True):
         assert_bitwise(a, b)
     assert history.amax_local.tolist() == [x.abs().max().item(), grad_output.abs().max().item()]
-
-
-def test_delayed_scales_by_the_history_after_it():
-    torch.manual_seed(0)
-    linear = nn.Linear(32, 16)
-    module, history = delayed_of(linear)
+    history.forget()
     history.update(torch.tensor([0.5, 0.25]))
     x, grad_output = torch.randn(8, 32), torch.randn(8, 16)
-    output, grad_input, _, _ = step_of(module, x, grad_output)
-    saturated = fp8_of(linear)
-    reference = step_of(saturated, x.clamp(-0.5, 0.5), grad_output.clamp(-0.25, 0.25))
-    assert_bitwise(output, reference[0])  # what is beyond the history's amax saturates
-    assert_bitwise(grad_input, reference[1])
+    reference = step_of(fp8_of(linear), x.clamp(-0.5, 0.5), grad_output.clamp(-0.25, 0.25))
+    for a, b in zip(step_of(module, x, grad_output)[:2], reference, strict=False):
+        assert_bitwise(a, b)  # what is beyond the history's amax saturates
     assert history.amax_local.tolist() == [x.abs().max().item(), grad_output.abs().max().item()]
 
 
 @pytest.mark.parametrize("num_updates", [0, 1])
-def test_delayed_records_nothing_without_grad(num_updates):
-    module, history = delayed_of(nn.Linear(32, 16))
+def test_delayed_records_the_maximum_of_all_micro_batches_and_nothing_without_grad(num_updates):
+    module = fp8_of(nn.Linear(32, 16), "delayed")
+    history = module.fp8_recipe.history
     for _ in range(num_updates):
         history.update(torch.ones(2))
     with torch.no_grad():
         module(torch.randn(8, 32))
     assert history.amax_local.tolist() == [0.0, 0.0]
-    module(torch.randn(8, 32)).sum().backward()
-    assert (history.amax_local > 0).all()
-
-
-def test_delayed_maximum_is_over_all_micro_batches():
-    module, history = delayed_of(nn.Linear(32, 16))
     for factor in (1.0, 50.0, 2.0):
         module(torch.full((8, 32), factor)).backward(torch.full((8, 16), factor))
     assert history.amax_local.tolist() == [50.0, 50.0]
-    assert math.isclose(history.fp8_max[1].item(), E5M2.max)
+    assert history.fp8_max.tolist() == [E4M3.max, E5M2.max]
 
 
 def test_copies_with_delayed_scales_move_with_their_weights_and_say_that_these_stay():
-    linear, history = delayed_of(nn.Linear(32, 16).bfloat16())
+    linear = fp8_of(nn.Linear(32, 16).bfloat16(), "delayed")
+    history = linear.fp8_recipe.history
     x = torch.randn(4, 32).bfloat16()
     step_of(linear, x)
     history.update(history.amax_local.clone())
