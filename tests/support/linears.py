@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.nn.linear.fp8_linear import Fp8Linear
+from fp8_ds.nn.linear.parameter import retype
 from fp8_ds.nn.linear.payload import OF_RECIPE, Fp8Payload
 from fp8_ds.nn.linear.recipe import InputCache
 from fp8_ds.nn.linear.recipes import (
@@ -20,7 +21,8 @@ from fp8_ds.nn.linear.recipes import (
     TensorwiseRecipe,
 )
 from fp8_ds.numerics.formats import E4M3, E5M2
-from fp8_ds.numerics.scale import AmaxHistory
+from fp8_ds.numerics.scale import AmaxHistory, scale_from_amax
+from fp8_ds.ops.quantize import quantize
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")
 _CLASSES = {kind.name: kind for kind in (TensorwiseRecipe, RowwiseRecipe, RowwiseGradWeightHpRecipe, BlockwiseRecipe)}
@@ -52,6 +54,23 @@ def attach_payload(linear: Any, recipe: str = "tensorwise", values: Tensor | Non
     weight.data = payload.nominal(weight.shape)
     weight._fp8 = payload
     return payload
+
+
+def as_fp8_parameter(p: Any, writable: bool = True) -> Tensor:
+    """Make `p` an FP8 weight as ZeRO 1 and 2 do, or without writes ZeRO 3; return the values that readers must see."""
+    scale, scale_inv = scale_from_amax(p.data.float().abs().max(), E4M3.max)
+    payload = Fp8Payload("w", scale, scale_inv, p.dtype)
+    payload.data = quantize(p.data, scale, E4M3)
+
+    def write(value: Tensor) -> None:
+        new_scale, new_scale_inv = scale_from_amax(value.float().abs().max(), E4M3.max)
+        payload.scale.copy_(new_scale)
+        payload.scale_inv.copy_(new_scale_inv)
+        payload.data = quantize(value, payload.scale, E4M3)
+
+    payload.write = write if writable else None
+    retype(p, payload)
+    return payload.dequantize()
 
 
 def step_of(linear: Any, x: Tensor, grad_output: Tensor | None = None, function: Any = None) -> list[Any]:

@@ -8,13 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.linears import as_fp8_parameter, fp8_of
 from torch import Tensor, nn
-
-from fp8_ds.nn.linear.parameter import Fp8Parameter
-from fp8_ds.nn.linear.payload import Fp8Payload
-from fp8_ds.numerics.formats import E4M3
-from fp8_ds.numerics.scale import scale_from_amax
-from fp8_ds.ops.quantize import quantize
 
 SHAPE = (6, 10)
 
@@ -23,19 +18,7 @@ def make() -> Any:
     """An FP8 weight as ZeRO-1/2 has it."""
     torch.manual_seed(0)
     weight: Any = nn.Parameter(torch.randn(SHAPE, dtype=torch.bfloat16))
-    payload = Fp8Payload("w", torch.ones(()), torch.ones(()), weight.dtype)
-
-    def write(value: Tensor) -> None:
-        scale, scale_inv = scale_from_amax(value.float().abs().max(), E4M3.max)
-        payload.scale.copy_(scale)
-        payload.scale_inv.copy_(scale_inv)
-        payload.data = quantize(value, scale, E4M3)
-
-    write(weight.data)
-    payload.write = write
-    weight._fp8 = payload
-    weight.data = payload.nominal(weight.shape)
-    weight.__class__ = Fp8Parameter
+    as_fp8_parameter(weight)
     return weight
 
 
@@ -109,12 +92,7 @@ def test_backward_of_a_graph_reads_bytes_gathered_after_its_forward_and_keeps_no
     """As ZeRO-3 does it between forward and backward."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
-    from fp8_ds.config import LinearConfig
-    from fp8_ds.nn.linear.fp8_linear import Fp8Linear
-    from fp8_ds.nn.linear.recipes import TensorwiseRecipe
-
-    linear = nn.Linear(SHAPE[1], SHAPE[0], bias=False).bfloat16()
-    Fp8Linear.from_linear(linear, TensorwiseRecipe(LinearConfig()))
+    linear = fp8_of(nn.Linear(SHAPE[1], SHAPE[0], bias=False).bfloat16())
     linear.weight = weight = make()
     x = torch.randn(4, 10).bfloat16().requires_grad_()
     linear(x).float().square().sum().backward()
