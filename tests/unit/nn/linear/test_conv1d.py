@@ -59,13 +59,9 @@ def convert(module: Any, **keys: Any) -> Any:
 )
 def test_outputs_and_gradients_are_the_linears(recipe: str, backend: str, grad_dtype: str) -> None:
     linear, conv = pair()
-    keys = {"recipe": recipe, "backend": backend, "grad_dtype": grad_dtype}
-    convert(linear, **keys)
-    convert(conv, **keys)
-    assert (
-        type(conv) is Fp8Conv1D and conv.fp8_recipe.weight_is_transposed and not linear.fp8_recipe.weight_is_transposed
-    )
-    assert "in_features=48, out_features=80" in repr(conv)
+    for module in (linear, conv):
+        convert(module, recipe=recipe, backend=backend, grad_dtype=grad_dtype)
+    assert type(conv) is Fp8Conv1D
     for k, (expected, found) in enumerate(zip(train(linear), train(conv), strict=True)):
         expected = expected.t() if k % 4 == 2 else expected
         assert found.is_contiguous()
@@ -73,13 +69,19 @@ def test_outputs_and_gradients_are_the_linears(recipe: str, backend: str, grad_d
         assert (found == expected).float().mean() > 0.99
 
 
-def test_bytes_beside_the_parameter_are_read_as_they_are_stored() -> None:
+def test_bytes_beside_the_parameter_are_read_as_they_are_stored_and_what_does_not_fit_is_refused() -> None:
     linear, conv = pair()
     for module in (convert(linear), convert(conv)):
         attach_payload(module)
     x = torch.randn(5, 48).bfloat16()
     with torch.no_grad():
         assert_bitwise(linear(x), conv(x))
+    with pytest.raises(ValueError, match="48"):
+        conv(torch.randn(3, 80).bfloat16())
+    with pytest.raises(RuntimeError):
+        conv(torch.randn(3, 48))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert conv(torch.randn(3, 48)).dtype == torch.bfloat16
 
 
 def test_it_is_traced_without_a_break() -> None:
@@ -90,47 +92,26 @@ def test_it_is_traced_without_a_break() -> None:
         assert_bitwise(one, other)
 
 
+@pytest.mark.parametrize("cause", ["rowwise", "rowwise_with_gw_hp", "blockwise", "forward", "addmm"])
+def test_scales_of_rows_and_replaced_functions_leave_it_in_bf16(cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {}
+    if cause in ("forward", "addmm"):
+        owner, stock = {"forward": (Conv1D, Conv1D.forward), "addmm": (torch, torch.addmm)}[cause]
+        monkeypatch.setattr(owner, cause, lambda *args: stock(*args))
+    else:
+        keys = {"recipe": cause}
+    model = nn.ModuleDict({"a": pair()[1], "b": nn.Linear(48, 16)})
+    first, second = make_plan(model, LinearConfig.model_validate(keys)).layers
+    assert not first.converted and ("replaced" in first.reason) == (not keys) and second.converted
+
+
 def test_a_reverted_one_is_a_conv1d_again_with_its_own_forward() -> None:
     _, conv = pair()
     model, config = nn.ModuleDict({"a": copy.deepcopy(conv), "b": nn.Linear(48, 16).bfloat16()}), LinearConfig()
     plan = make_plan(model, config)
-    assert [(row.out_features, row.in_features, row.converted) for row in plan.layers] == [
-        (80, 48, True),
-        (16, 48, True),
-    ]
+    assert [(row.out_features, row.in_features) for row in plan.layers] == [(80, 48), (16, 48)]
     apply_plan(model, plan, config, "cpu")
     assert not revert(model, plan, ["a"], "small").layers[0].converted
     assert type(model["a"]) is Conv1D and "in_features" not in vars(model["a"])
     x = torch.randn(2, 48).bfloat16()
     assert_bitwise(model["a"](x), conv(x))
-
-
-@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp", "blockwise"])
-def test_scales_of_rows_leave_it_in_bf16_and_say_so(recipe: str) -> None:
-    model = nn.ModuleDict({"a": pair()[1], "b": nn.Linear(48, 16)})
-    first, second = make_plan(model, LinearConfig.model_validate({"recipe": recipe})).layers
-    assert (first.converted, first.reason) == (
-        False,
-        "a Conv1D, which can be tensorwise or delayed",
-    ) and second.converted
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    conv = pair()[1]
-    converted = convert(conv)
-    with pytest.raises(ValueError, match="48"):
-        converted(torch.randn(3, 80).bfloat16())
-    for module in (conv, converted):
-        with pytest.raises(RuntimeError):
-            module(torch.randn(3, 48))
-        with torch.autocast("cpu", torch.bfloat16):
-            assert module(torch.randn(3, 48)).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("place", ["forward", "addmm"])
-def test_where_its_forward_or_product_is_replaced_it_stays_in_bf16(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner, stock = {"forward": (Conv1D, Conv1D.forward), "addmm": (torch, torch.addmm)}[place]
-    monkeypatch.setattr(owner, place, lambda *args: stock(*args))
-    first, second = make_plan(nn.ModuleDict({"a": pair()[1], "b": nn.Linear(48, 16)}), LinearConfig()).layers
-    named = {"forward": "transformers.pytorch_utils.Conv1D.forward", "addmm": "torch.addmm"}[place]
-    assert not first.converted and first.reason == f"{named} was replaced" and second.converted

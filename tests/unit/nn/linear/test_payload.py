@@ -1,7 +1,5 @@
 """Grids of scales: a part of a weight is measured and quantised as the whole is, wherever it is cut."""
 
-import itertools
-
 import pytest
 import torch
 from support import many_scales
@@ -12,7 +10,6 @@ from fp8_ds.ops.blockwise import quantize_blockwise
 from fp8_ds.ops.quantize import quantize, quantize_part, quantize_rowwise, quantize_tensorwise
 from fp8_ds.testing import assert_bitwise
 
-SHAPES = [(300, 200), (17, 129), (128, 128), (5, 7), (1, 300), (300, 1)]
 GRANULARITIES = [TENSOR, ROW, TILE]
 
 
@@ -25,28 +22,17 @@ def whole(weight, granularity):
     return quantize_blockwise(weight, E4M3, (128, 128), "row")[:2]
 
 
-def cuts(numel):
-    """Edges of four unequal parts, inside rows and tiles."""
-    return sorted({0, numel // 3, numel // 2 + 1, min(numel, numel // 2 + 4), numel})
-
-
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=["tensor", "row", "tile"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_parts_have_the_amaxes_scales_and_bytes_of_the_whole(shape, granularity):
+@pytest.mark.parametrize("shape", [(300, 200), (17, 129), (300, 1)])
+def test_its_amaxes_scales_and_bytes_are_those_of_the_plain_functions(shape, granularity):
+    """Of parts that are cut anywhere: tests/unit/test_properties.py."""
     weight = many_scales("per_tile", *shape)
     expected, expected_inv = whole(weight, granularity)
-    flat, edges = weight.view(-1), cuts(weight.numel())
-    parts = list(itertools.pairwise(edges))
-    amax = torch.stack([granularity.amax(flat[a:b], shape, a) for a, b in parts]).amax(0)
+    amax = granularity.amax(weight.view(-1), shape)
     assert amax.shape == granularity.grid(shape) and amax.numel() == granularity.num_scales(shape)
     scale, scale_inv = granularity.scales(amax)
     assert_bitwise(scale_inv, expected_inv)
     assert_bitwise(quantize(weight, per_element(scale, shape), E4M3), expected)
-    if granularity == TENSOR:
-        return
-    block = (granularity.block[0], granularity.block[1] or shape[1])
-    for a, b in parts:
-        assert_bitwise(quantize_part(flat[a:b], scale, a, shape[1], block, E4M3), expected.view(-1)[a:b])
 
 
 @pytest.mark.parametrize("granularity", [ROW, TILE], ids=["row", "tile"])
@@ -75,15 +61,10 @@ def test_a_copy_in_bf16_has_the_bytes_of_the_original_until_its_largest_values_c
     expected, expected_inv = whole(changed, granularity)
     assert_bitwise(copied.quantize(changed)[0], expected)
     assert_bitwise(copied.quantize(changed)[1].reshape(expected_inv.shape), expected_inv)
-
-
-def test_scales_that_do_not_fit_the_values_are_not_kept_for_a_copy():
-    """As where a weight is gathered and written, and its scale is still the old one."""
-    weight = many_scales("per_tile", 40, 30).bfloat16()
-    scale, scale_inv = ROW.scales(ROW.amax(weight.view(-1), weight.shape) / 2)
-    copied = CopiedScales.of(weight, ROW, scale, scale_inv)
-    assert_bitwise(copied.quantize(weight)[0], quantize_rowwise(weight, E4M3)[0])
-    assert copied.fit(weight) and not copied.fit(weight[:30])
+    if granularity == ROW:  # a scale that is still that of the values before a write is not kept
+        stale = CopiedScales.of(weight, ROW, scale * 4, scale_inv / 4)
+        assert_bitwise(stale.quantize(weight)[0], quantize_rowwise(weight, E4M3)[0])
+        assert copied.fit(weight) and not copied.fit(weight[:30])
 
 
 def test_wrong_grids_and_parts_are_refused():
