@@ -1,4 +1,4 @@
-"""The page docs/conformance.md, from the outcomes of all arms."""
+"""The tables of docs/conformance.md, from the outcomes of all arms."""
 
 from __future__ import annotations
 
@@ -10,21 +10,10 @@ from typing import Any
 
 from outcomes import Outcome, OutcomeStore
 
-COLUMNS = ("pass", "fail", "skip", "xfail")
+COLUMNS = "pass / fail / skip / xfail"
+FIRST = "## First list"
+"""The page is written from this line on."""
 ROUNDED = "ours, comparisons at FP8's rounding"
-ABOUT_ROUNDING = """\
-*Ours, comparisons at FP8's rounding.* Some of these tests compare our gradients or weights with bf16 arithmetic
-at bf16's tolerance or tighter, which FP8 cannot meet: it keeps 3 bits of a number (2 of a gradient) where bf16
-keeps 7. Such a test *is* counted as failed under *ours*. It is then run once more, with FP8 forced on in the
-same way, and with another comparison (`tests/conformance/rounding.py`): where `torch.testing.assert_close` or
-`torch.allclose` misses its tolerance, two floating-point tensors of one shape and dtype still count as equal if
-NaN and infinities are in the same places and the relative L2 error ‖a - b‖ / ‖b‖ is at most 1/8, one step of
-E4M3. All else in the test stays as it is: exact comparisons, states, counts, errors. So the second run shows
-that the right values are in the right place (a wrong sign, a factor of 2, a missing half or a NaN fails); it
-does not show bf16's precision, and a small part of a large tensor could be wrong unseen. *error* in the table
-of differences is the largest relative L2 error of the comparisons that missed upstream's tolerance, over all
-ranks. Such a difference is no refusal: the configuration is supported. The tables of files count these tests
-under this column by their second run, all others as under *ours*.""".splitlines()
 
 
 @dataclass(frozen=True)
@@ -95,13 +84,10 @@ def unexplained(arms: Arms, reasons: list[dict[str, Any]]) -> list[str]:
     return [test for test in only_ours_fails(arms) if not is_explained(test, arms, reasons)]
 
 
-def _escape(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
-
-
-def _table(header: list[str], rows: list[list[Any]]) -> list[str]:
+def _table(header: list[str], rows: Iterable[list[Any]]) -> list[str]:
+    cells = [[str(cell).replace("|", "\\|").replace("<", "&lt;").replace("\n", " ") for cell in row] for row in rows]
     lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
-    return [*lines, *(f"| {' | '.join(_escape(str(cell)) for cell in row)} |" for row in rows), ""]
+    return [*lines, *(f"| {' | '.join(row)} |" for row in cells), ""]
 
 
 def _short(test: str) -> str:
@@ -109,10 +95,9 @@ def _short(test: str) -> str:
 
 
 def _files_table(entries: list[dict[str, Any]], arms: Arms) -> list[str]:
-    header = ["file (tests/unit/)", f"stock {' / '.join(COLUMNS)}", f"ours {' / '.join(COLUMNS)}", ROUNDED]
     files = [entry["file"] for entry in entries]
-    rows = [[_short(file), *_cells([file], arms)] for file in files]
-    rows.append(["**all**", *_cells(files, arms)])
+    rows = [[_short(file), *_cells([file], arms)] for file in files] + [["**all**", *_cells(files, arms)]]
+    header = ["file (tests/unit/)", f"stock {COLUMNS}", f"ours {COLUMNS}", ROUNDED]
     return _table([*header, "FP8 engines", "forced, no FP8 engine", "stock s", "ours s"], rows)
 
 
@@ -120,21 +105,10 @@ def _cells(files: list[str], arms: Arms) -> list[Any]:
     stock = {test: outcome for test, outcome in arms.stock.tests.items() if test.partition("::")[0] in files}
     ours = {test: arms.ours.tests[test] for test in stock if test in arms.ours.tests}
     rounded = [arms.rounded.tests[test] if passes_at_rounding(test, arms) else ours[test] for test in ours]
-    seconds = round(sum(outcome.seconds for outcome in stock.values()))
-    counts = count(stock.values()) if stock else "not run"
-    if not ours:
-        return [counts, "not run", "not run", "", "", seconds, ""]
     engines = sum(outcome.num_fp8_engines for outcome in ours.values())
     not_fp8 = sum(outcome.num_forced_not_fp8 for outcome in ours.values())
-    our_seconds = round(sum(outcome.seconds for outcome in ours.values()))
-    return [counts, count(ours.values()), count(rounded), engines, not_fp8, seconds, our_seconds]
-
-
-def _rounded_cell(test: str, arms: Arms) -> str:
-    outcome = arms.rounded.tests.get(test)
-    if outcome is None:
-        return ""
-    return f"{outcome.outcome}, error {outcome.max_relative_error:.3f}" if outcome.num_forgiven else outcome.outcome
+    seconds = [round(sum(outcome.seconds for outcome in arm.values())) for arm in (stock, ours)]
+    return [count(stock.values()), count(ours.values()), count(rounded), engines, not_fp8, *seconds]
 
 
 def _class_of(test: str, arms: Arms, reasons: list[dict[str, Any]]) -> str:
@@ -146,86 +120,44 @@ def _class_of(test: str, arms: Arms, reasons: list[dict[str, Any]]) -> str:
     return "refusal" if reason.get("refusal") else "FP8's rounding, no refusal"
 
 
-def _classes(arms: Arms, reasons: list[dict[str, Any]]) -> list[str]:
-    counts: Counter[tuple[str, str]] = Counter()
-    for test in only_ours_fails(arms):
-        reason = find_reason(test, arms.ours.tests[test], reasons)
-        counts[_class_of(test, arms, reasons), reason["reason"] if reason else ""] += 1
-    rows: list[list[Any]] = [[name, reason, number] for (name, reason), number in sorted(counts.items())]
-    return _table(["class", "reason", "tests"], [*rows, ["**all**", "", counts.total()]])
-
-
 def _differences(arms: Arms, reasons: list[dict[str, Any]]) -> list[str]:
-    rows = []
-    for test in differing(arms.stock, arms.ours):
-        stock, ours = arms.stock.tests[test], arms.ours.tests[test]
-        reason = find_reason(test, ours, reasons)
-        text = reason["reason"] if reason else f"**no reason given**: {ours.message}"
-        if reason and not is_explained(test, arms, reasons):
-            text = f"**above the bound of FP8's rounding**: {text}"
-        if ours.is_good and not stock.is_good:
-            text = "Only stock fails: see below."
-        refusal = (reason or {}).get("refusal", "")
-        rows.append([_short(test), stock.outcome, ours.outcome, _rounded_cell(test, arms), text, refusal])
-    if not rows:
-        return ["None." if arms.ours.tests else "Our arm has not run.", ""]
-    table = _table(["test", "stock", "ours", ROUNDED, "reason", "refusal (row in docs/refusals.md)"], rows)
-    return ["Tests that stock passes and ours fails:", "", *_classes(arms, reasons), *table]
+    rows, counts = [], Counter[tuple[str, str]]()
+    for test in only_ours_fails(arms):
+        ours, rounded = arms.ours.tests[test], arms.rounded.tests.get(test)
+        reason = find_reason(test, ours, reasons) or {}
+        name, text = _class_of(test, arms, reasons), reason.get("reason", ours.message)
+        counts[name, text] += 1
+        error = f"{rounded.outcome}, error {rounded.max_relative_error:.3f}" if rounded is not None else ""
+        rows.append([_short(test), ours.outcome, error, name, text, reason.get("refusal", "")])
+    header = ["test", "ours", ROUNDED, "class", "reason", "refusal (row in docs/refusals.md)"]
+    classes = [[*key, number] for key, number in sorted(counts.items())]
+    return [*_table(["class", "reason", "tests"], [*classes, ["**all**", "", counts.total()]]), *_table(header, rows)]
 
 
 def render(selection: dict[str, Any], arms: Arms, reasons: list[dict[str, Any]]) -> str:
-    """The whole page as Markdown."""
-    stock, ours = arms.stock, arms.ours
-    lines = [
-        "# DeepSpeed's own tests against the FP8 engine",
-        "",
-        "Written by `tests/conformance/run_upstream.py`; do not edit. The tests are not part of this project: the",
-        "script takes a checkout of DeepSpeed's `tests` folder, and `tests/conformance/selection.toml` picks from it.",
-        "",
-        f"Installed: {stock.key}. Tests: {stock.upstream or 'not stated'}.",
-        "",
-        "Both arms run on CPU with gloo and with the same repairs (`tests/conformance/shim.py`): the bf16 version",
-        "check that wants NCCL says yes, DDP loses its `device_ids`, flags are not reduced on a device called '0',",
-        "engines have the attribute `sparse_tensor_module_names` that 0.19.8 dropped and older tests compare, and",
-        "ZeRO-3 has no persistent parameters unless stock fails without them. In our arm every `deepspeed.initialize`",
-        'whose configuration FP8 accepts gets `"fp8": {"enabled": true, "linear": {"filter_fqns": []}}`. *FP8 engines*',
-        "counts the engines, on rank 0, that hold FP8 weights: a file with none only shows that the hook is inert.",
-        "",
-        *ABOUT_ROUNDING,
-        "",
-        "```",
-        "python tests/conformance/run_upstream.py --tests DIR               # all arms; stock only where unknown",
-        "python tests/conformance/run_upstream.py --tests DIR --differing   # ours again where it differs",
-        "python tests/conformance/run_upstream.py --tests DIR --stock-only  # the stock baseline alone",
-        "```",
-        "",
-        "## First list",
-        "",
-        *_files_table(selection["first"], arms),
-        "## Second list",
-        "",
-        *_files_table(selection["second"], arms),
-        "## Differences",
-        "",
-        *_differences(arms, reasons),
-    ]
+    """The tables as Markdown."""
+    stock = arms.stock
     not_forced: Counter[str] = Counter()
-    for outcome in ours.tests.values():
+    for outcome in arms.ours.tests.values():
         not_forced.update(outcome.not_forced)
-    if not_forced:
-        lines += ["## Calls of `initialize` that were left alone in our arm", ""]
-        lines += _table(["why", "calls"], [[why, number] for why, number in not_forced.most_common()])
-    bad = [t for t, o in sorted(stock.tests.items()) if not o.is_good and o.outcome != "skipped"]
-    lines += ["## Tests that stock fails here", ""]
-    lines += _table(
-        ["test", "outcome", "message"], [[_short(t), stock.tests[t].outcome, stock.tests[t].message] for t in bad]
-    )
+    failed = [t for t, o in sorted(stock.tests.items()) if not o.is_good and o.outcome != "skipped"]
     skips = Counter(outcome.message for outcome in stock.tests.values() if outcome.outcome == "skipped")
-    lines += [
-        "## Why stock skips",
-        "",
-        *_table(["message", "tests"], [[text, number] for text, number in skips.most_common()]),
+    lines = [
+        *[FIRST, "", f"Installed: {stock.key}. Tests: {stock.upstream or 'not stated'}.", ""],
+        *_files_table(selection["first"], arms),
+        *["## Second list", "", *_files_table(selection["second"], arms)],
+        *["## Tests that stock passes and ours fails", "", *_differences(arms, reasons)],
+        *["## Calls of `initialize` that were left alone in our arm", ""],
+        *_table(["why", "calls"], ([why, number] for why, number in not_forced.most_common())),
+        *["## Tests that stock fails here", ""],
+        *_table(
+            ["test", "outcome", "message"],
+            ([_short(t), o.outcome, o.message] for t in failed for o in [stock.tests[t]]),
+        ),
+        *[
+            "## Why stock skips",
+            "",
+            *_table(["message", "tests"], ([text, number] for text, number in skips.most_common())),
+        ],
     ]
-    kept = [t for t, o in sorted(stock.tests.items()) if o.persistence == "default"]
-    lines += ["## Tests that keep their own persistence threshold", "", "Stock fails them with a threshold of 0.", ""]
-    return "\n".join([*lines, *(f"- {_short(test)}" for test in kept)]).rstrip() + "\n"
+    return "\n".join(lines).rstrip() + "\n"

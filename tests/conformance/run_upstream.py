@@ -35,7 +35,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from outcomes import Outcome, OutcomeStore, file_hash, installed_versions, parse_events, select  # noqa: E402
-from report import Arms, differing, needs_rounding_run, render, unexplained  # noqa: E402
+from report import FIRST, Arms, differing, needs_rounding_run, render, unexplained  # noqa: E402
 
 MAX_SECOND_LIST = 200
 
@@ -246,7 +246,8 @@ def main(argv: list[str] | None = None) -> int:
     arms.stock.upstream = arguments.upstream or arms.stock.upstream
     if not arguments.no_run:
         run_all(runner, arms, plan(selection, arguments, runner), arguments)
-    arguments.out.write_text(render(selection, arms, reasons))
+    prose, _, _ = arguments.out.read_text().partition(FIRST)
+    arguments.out.write_text(prose + render(selection, arms, reasons))
     if arguments.stock_only:
         return 0
     differences = unexplained(arms, reasons)

@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import Any
 
 FP8_BLOCK = {"enabled": True, "linear": {"filter_fqns": []}}
+QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients", "zenflow")
 
 
 def why_not_fp8(config: dict[str, Any]) -> str | None:
@@ -35,27 +36,18 @@ def why_not_fp8(config: dict[str, Any]) -> str | None:
         return "bf16 is off"
     if not isinstance(zero, dict) or zero.get("stage", 0) not in (1, 2, 3):
         return "ZeRO stage 0"
-    if zero.get("cpu_offload") or any(
-        (zero.get(key) or {}).get("device", "none") not in ("none", None)
-        for key in ("offload_param", "offload_optimizer")
-    ):
-        return "offload"
-    for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients", "zenflow"):
-        if zero.get(key):
-            return key
-    if zero.get("zero_hpz_partition_size", 1) > 1:
-        return "zero_hpz_partition_size"
-    if zero.get("mics_shard_size", -1) > 0:
-        return "mics_shard_size"
-    for block in ("fp16", "torch_autocast", "hybrid_engine", "amp"):
-        if config.get(block, {}).get("enabled"):
-            return block
-    if config.get("compile", {}).get("deepcompile"):
-        return "deepcompile"
+    devices = [(zero.get(key) or {}).get("device") for key in ("offload_param", "offload_optimizer")]
     accumulation = config.get("data_types", {}).get("grad_accum_dtype")
-    if accumulation == "fp32" and zero["stage"] == 1:
-        return "BF16_Optimizer's path (grad_accum_dtype fp32 with stage 1)"
-    return None
+    rules = {
+        "offload": zero.get("cpu_offload") or any(device not in ("none", None) for device in devices),
+        **{key: zero.get(key) for key in QUANTIZED},
+        "zero_hpz_partition_size": zero.get("zero_hpz_partition_size", 1) > 1,
+        "mics_shard_size": zero.get("mics_shard_size", -1) > 0,
+        **{key: config.get(key, {}).get("enabled") for key in ("fp16", "torch_autocast", "hybrid_engine", "amp")},
+        "deepcompile": config.get("compile", {}).get("deepcompile"),
+        "BF16_Optimizer's path (grad_accum_dtype fp32 with stage 1)": accumulation == "fp32" and zero["stage"] == 1,
+    }
+    return next((why for why, is_true in rules.items() if is_true), None)
 
 
 def why_no_layer(model: Any) -> str | None:
@@ -165,23 +157,6 @@ def after_unit_common(module: ModuleType) -> None:
         torch.testing.assert_close = forgiving_assert_close(torch.testing.assert_close, record_on_any_rank)
 
 
-def after_cpuinfo(module: ModuleType) -> None:
-    # Building CPU Adam's op asks py-cpuinfo, which starts a process of about a second: one answer serves all workers.
-    original = module.get_cpu_info
-    cache = os.path.join(os.path.dirname(os.path.abspath(__file__)), "cpuinfo.json")
-
-    def get_cpu_info() -> Any:
-        if not os.path.exists(cache):
-            partial = f"{cache}.{os.getpid()}"
-            with open(partial, "w") as file:
-                json.dump(original(), file)
-            os.replace(partial, cache)
-        with open(cache) as file:
-            return json.load(file)
-
-    module.get_cpu_info = get_cpu_info  # type: ignore[attr-defined]
-
-
 def after_ddp(module: ModuleType) -> None:
     # Upstream's DDP baselines pass device_ids=[rank], which torch refuses for modules on CPU.
     original = module.DistributedDataParallel.__init__
@@ -198,7 +173,6 @@ def after_ddp(module: ModuleType) -> None:
 
 
 AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
-    "cpuinfo": after_cpuinfo,
     "deepspeed": after_deepspeed,
     "unit.common": after_unit_common,
     "unit.util": after_unit_util,

@@ -1,4 +1,4 @@
-"""What the tensor-parallel tests share. Runs inside the ranks of a pool."""
+"""What the tensor-parallel tests share. Runs inside the ranks of a pool, or of threads where no engine is built."""
 
 from __future__ import annotations
 
@@ -12,14 +12,24 @@ import torch
 import torch.distributed as dist
 import training
 from support.inputs import many_scales
+from support.models import Llama
 from torch import Tensor, nn
 
 from fp8_ds.config import LinearConfig, TensorParallelConfig
 from fp8_ds.nn.linear.fp8_linear import Fp8Linear
 from fp8_ds.nn.linear.recipe import Recipe
 from fp8_ds.nn.linear.recipes import RECIPES
-from fp8_ds.testing import assert_bitwise
-from fp8_ds.tp import ColumnParallelLinear, ParallelGroups, RowParallelLinear, TensorParallel
+from fp8_ds.nn.plan.convert import apply_plan
+from fp8_ds.nn.plan.plan import make_plan
+from fp8_ds.testing import assert_bitwise, sqnr_db
+from fp8_ds.tp import (
+    ColumnParallelLinear,
+    ParallelGroups,
+    RowParallelLinear,
+    TensorParallel,
+    TensorParallelPlan,
+    parallelize,
+)
 
 GROUPS: dict[int, ParallelGroups] = {}
 """By their tensor-parallel size: a pool's processes stay, and groups are not made again."""
@@ -48,8 +58,10 @@ def device() -> str:
 
 
 def context(sequence_parallel: bool = True, **config: Any) -> TensorParallel:
-    """Of all ranks of the pool."""
-    return TensorParallel(groups(dist.get_world_size()).tp_group, sequence_parallel, TensorParallelConfig(**config))
+    """The context of layers that all ranks share."""
+    world = dist.group.WORLD
+    assert world is not None
+    return TensorParallel(world, sequence_parallel, TensorParallelConfig(**config))
 
 
 def recipe(name: str, **config: Any) -> Recipe:
@@ -136,6 +148,106 @@ def run_row(module: Any, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
 
 
 RUN = {"column": (column_fp8, run_column), "row": (row_fp8, run_row)}
+
+
+# --- against one device ---
+
+
+T, IN, OUT = 128, 256, 512
+SHARDED_RECIPES = ("tensorwise", "rowwise", "blockwise")
+"""Recipes whose layers gather in FP8."""
+ALLOWED_LOSS = {("row", "rowwise"): 1.5}
+"""Loss in dB beside one device, by kind and recipe; else 0.3. A column-parallel weight's rows and a row-parallel
+weight's columns are other rows than the whole's, and with rowwise a gathered grad_output meets a weight that was
+quantised once more: 1.2 dB of grad_input."""
+
+
+def operands() -> tuple[Tensor, Tensor]:
+    """x [T, IN] and grad_output [T, OUT], bf16, each token and channel in a range of its own."""
+    x = many_scales("per_row", T, IN, 0) * many_scales("per_column", T, IN, 1)
+    grad = many_scales("per_row", T, OUT, 2) * 1e-3
+    return x.to(device(), torch.bfloat16), grad.to(device(), torch.bfloat16)
+
+
+def normal() -> tuple[Tensor, Tensor]:
+    """As `operands`, of normal values."""
+    generator = torch.Generator().manual_seed(7)
+    x, grad = (torch.randn(T, size, generator=generator) for size in (IN, OUT))
+    return x.to(device(), torch.bfloat16), (grad * 1e-4).to(device(), torch.bfloat16)
+
+
+def grads_of(name: str) -> dict[str, Any]:
+    return {"grad_dtype": "e4m3", "backend": "reference"} if name == "blockwise" else {}
+
+
+def against_whole(
+    kind: str, name: str, sequence_parallel: bool, data: Callable[[], tuple[Tensor, Tensor]]
+) -> dict[str, tuple[float, float]]:
+    """SQNR in dB of each result against the exact product: (of the parts, of the whole FP8 layer)."""
+    x, grad = data()
+    layer = linear(OUT, IN, torch.bfloat16)
+    exact = run_linear(copy.deepcopy(layer).double(), x.double(), grad.double())
+    whole = run_linear(whole_fp8(layer, name, **grads_of(name)), x, grad)
+    make, run = RUN[kind]
+    parts = run(make(layer, context(sequence_parallel), name, **grads_of(name)), x, grad)
+    return {key: (sqnr_db(exact[key], parts[key]), sqnr_db(exact[key], whole[key])) for key in exact}
+
+
+# --- models ---
+
+
+def llama(
+    dtype: torch.dtype = torch.float32, bias: bool = False, seed: int = 0, num_layers: int = 2, **sizes: Any
+) -> Llama:
+    """A seeded Llama whose heads and features divide by 4, with norms and biases that do something."""
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": num_layers, **sizes}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Llama(**sizes, **({"attention_bias": True, "mlp_bias": True} if bias else {}))
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if p.dim() == 1:
+                    p.add_(0.2 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))))
+    return model.to(dtype)
+
+
+def to_fp8(model: nn.Module, recipe: str = "tensorwise") -> None:
+    config = LinearConfig(recipe=recipe, **({"backend": "reference"} if recipe == "blockwise" else {}))
+    apply_plan(model, make_plan(model, config), config, "cpu")
+
+
+def whole(model: nn.Module, name: str, tensor: Tensor, tp: TensorParallel) -> Tensor:
+    """Join a parameter's tensor of all ranks."""
+    p = model.get_parameter(name)
+    if not getattr(p, "tensor_model_parallel", False):
+        return tensor
+    dim = p.partition_dim
+    return all_rows(tp, tensor.transpose(0, dim).contiguous()).transpose(0, dim)
+
+
+def gradients_beside_whole(
+    model: nn.Module, batch: Tensor, plan: TensorParallelPlan, fp8: bool = False, sequence_parallel: bool = True
+) -> dict[str, float]:
+    """SQNR of the loss and all gradients of a copy of `model`, sharded over all ranks, to those of `model`.
+
+    Args:
+        model: what all ranks of threads may share: it is left as it is.
+        fp8: both are in FP8.
+    """
+    reference, sharded = copy.deepcopy(model), copy.deepcopy(model)
+    world = dist.group.WORLD
+    assert world is not None
+    tp = parallelize(sharded, plan, world, sequence_parallel=sequence_parallel)
+    losses = []
+    for one in (reference, sharded):
+        if fp8:
+            to_fp8(one)
+        losses.append(one(batch))
+        losses[-1].backward()
+    found = {"loss": sqnr_db(losses[0], losses[1])}
+    for name, p in reference.named_parameters():
+        found[name] = sqnr_db(p.grad, whole(sharded, name, sharded.get_parameter(name).grad, tp))
+    return found
 
 
 # --- in an engine ---

@@ -219,7 +219,7 @@ def resumes(case: dict[str, Any], folder: str) -> str:
     """Why the configuration is refused where it meets the model; empty if it trains. Then a run that is saved after two
     steps and loaded into another engine ends as one that goes on: every loss and every bit of its states."""
     import deepspeed
-    from test_fused import Llama
+    from support.models import Llama
 
     from fp8_ds.errors import ConfigError, UnsupportedError
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fp8_ds.numerics.formats import E5M2
 from fp8_ds.testing import assert_bitwise, sqnr_db
-from fp8_ds.tp.ulysses import exchange_heads
+from fp8_ds.tp.ulysses import exchange_heads, exchange_in_fp8
 
 pytestmark = pytest.mark.distributed
 
@@ -92,51 +92,47 @@ def test_every_head_arrives_with_all_tokens_and_gradients_find_their_way_back() 
                     assert sqnr_db(expected, own) > 24
 
 
-def beside_stock(gather_dim: int, grads: str) -> dict[str, Any]:
+def one_range(xs: list[Tensor]) -> list[Tensor]:
+    return [x / x.detach().float().norm(dim=-1, keepdim=True).bfloat16() * 4 for x in xs]
+
+
+@pytest.mark.parametrize(("gather_dim", "grads"), [(1, "bf16"), (0, "e5m2")])
+@on_ranks(2)
+def test_attention_differs_from_stock_by_one_rounding_and_sends_half_the_bytes(gather_dim: int, grads: Any) -> None:
     from deepspeed.sequence.layer import DistributedAttention
 
-    from fp8_ds.tp.ulysses import exchange_in_fp8
-
-    stock = DistributedAttention(Attention(gather_dim), dist.group.WORLD, scatter_idx=2, gather_idx=gather_dim)
-    fp8 = DistributedAttention(Attention(gather_dim), dist.group.WORLD, scatter_idx=2, gather_idx=gather_dim)
-    assert exchange_in_fp8(fp8, grads) is fp8  # type: ignore[arg-type]
-    xs = [x / x.detach().float().norm(dim=-1, keepdim=True).bfloat16() * 4 for x in inputs(gather_dim)]
-    results = [run(lambda *qkv, one=one: one(*qkv, 1 - gather_dim), xs) for one in (stock, fp8)]
-    (expected, talk), (own, talk_fp8) = results
-    return {"sqnr": [sqnr_db(a, b) for a, b in zip(expected, own, strict=True)], "talk": talk, "talk_fp8": talk_fp8}
-
-
-@pytest.mark.parametrize(("world_size", "gather_dim", "grads"), [(2, 1, "bf16"), (2, 0, "e5m2")])
-def test_attention_differs_from_stock_by_one_rounding_and_sends_half_the_bytes(
-    ranks: Any, world_size: int, gather_dim: int, grads: str
-) -> None:
-    rows = TOKENS * BATCH * (HEADS + 2 * KV_HEADS)
-    output = 2 * TOKENS * BATCH * HEADS * SIZE
-    for found in ranks(world_size).run(beside_stock, gather_dim, grads):
-        assert found["sqnr"][0] > 26 and min(found["sqnr"]) > {"bf16": 22, "e5m2": 20}[grads], found["sqnr"]
-        (forward, backward), (forward_fp8, backward_fp8) = found["talk"], found["talk_fp8"]
-        assert forward[0] == backward[0] == {"all_to_all": 4}
-        assert forward_fp8[0] == backward_fp8[0] == {"all_to_all": 2}
-        assert forward[1]["all_to_all"] == backward[1]["all_to_all"] == 2 * rows * SIZE + output
-        assert forward_fp8[1]["all_to_all"] == rows * (SIZE + 1) + output
-        back = rows * 2 * SIZE if grads == "bf16" else rows * (SIZE + 1)
-        assert backward_fp8[1]["all_to_all"] == back + output
+    stock, fp8 = (
+        DistributedAttention(Attention(gather_dim), dist.group.WORLD, scatter_idx=2, gather_idx=gather_dim)
+        for _ in range(2)
+    )
+    assert exchange_in_fp8(fp8, grads) is fp8
+    xs = one_range(inputs(gather_dim))
+    (expected, talk), (own, talk_fp8) = (
+        run(lambda *qkv, one=one: one(*qkv, 1 - gather_dim), xs) for one in (stock, fp8)
+    )
+    sqnr = [sqnr_db(a, b) for a, b in zip(expected, own, strict=True)]
+    assert sqnr[0] > 26 and min(sqnr) > {"bf16": 22, "e5m2": 20}[grads], sqnr
+    rows, output = TOKENS * BATCH * (HEADS + 2 * KV_HEADS), 2 * TOKENS * BATCH * HEADS * SIZE
+    back = rows * 2 * SIZE if grads == "bf16" else rows * (SIZE + 1)
+    assert talk == [({"all_to_all": 4}, {"all_to_all": 2 * rows * SIZE + output})] * 2
+    there = {"all_to_all": rows * (SIZE + 1) + output}
+    assert talk_fp8 == [({"all_to_all": 2}, there), ({"all_to_all": 2}, {"all_to_all": back + output})]
 
 
-def hugging_face(kv_heads: int) -> dict[str, Any]:
-    """UlyssesSPAttentionHF as transformers calls it; registered, found and retyped."""
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@on_ranks(4)
+def test_transformers_attention_differs_from_stock_by_one_rounding(kv_heads: int) -> None:
+    """UlyssesSPAttentionHF as transformers calls it; registered, found and retyped. With fewer k and v heads than ranks
+    these are repeated before they travel, as stock does."""
     from deepspeed.runtime.sequence_parallel import ulysses_sp
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    from fp8_ds.tp.ulysses import exchange_in_fp8
 
     def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> tuple[Tensor, None]:
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return y.transpose(1, 2).contiguous(), None
 
-    def ulysses() -> Any:
-        world = dist.get_world_size()
-        return ulysses_sp.UlyssesSPAttentionHF(
+    stock, fp8 = (
+        ulysses_sp.UlyssesSPAttentionHF(
             attn=attend,
             batch_size=BATCH,
             attn_head_count=HEADS,
@@ -145,19 +141,16 @@ def hugging_face(kv_heads: int) -> dict[str, Any]:
             num_hidden_layers=1,
             process_group=dist.group.WORLD,
             local_seq_length=TOKENS,
-            global_seq_length=TOKENS * world,
+            global_seq_length=TOKENS * 4,
         )
-
-    stock, fp8 = ulysses(), ulysses()
-    before = dict(ALL_ATTENTION_FUNCTIONS._global_mapping)
+        for _ in range(2)
+    )
     ALL_ATTENTION_FUNCTIONS["sdpa"] = lambda *args, **kwargs: fp8(*args, **kwargs)
     try:
         assert exchange_in_fp8() is fp8
     finally:
         ALL_ATTENTION_FUNCTIONS.pop("sdpa", None)
-        assert dict(ALL_ATTENTION_FUNCTIONS._global_mapping) == before
-    xs = [x.transpose(1, 2) for x in inputs(1, (HEADS, kv_heads, kv_heads))]
-    xs = [x / x.detach().float().norm(dim=-1, keepdim=True).bfloat16() * 4 for x in xs]
+    xs = one_range([x.transpose(1, 2) for x in inputs(1, (HEADS, kv_heads, kv_heads))])
     positions = torch.arange(TOKENS).repeat(BATCH, 1) + TOKENS * dist.get_rank()
     module = SimpleNamespace(training=True, num_key_value_groups=1, layer_idx=0)
     results = []
@@ -165,25 +158,16 @@ def hugging_face(kv_heads: int) -> dict[str, Any]:
         with count_collectives() as count:  # newer versions' own exchange is an op that hides its collective from it
             results.append(run(lambda *qkv, one=one: one(module, *qkv, None, position_ids=positions)[0], xs)[0])
     sqnr = [sqnr_db(a, b) for a, b in zip(*results, strict=True)]
-    return {"sqnr": sqnr, "bytes": [record for record in count.records if record[2] == torch.uint8]}
-
-
-@pytest.mark.parametrize(("world_size", "kv_heads"), [(2, 4), (4, 2)])
-def test_transformers_attention_differs_from_stock_by_one_rounding(ranks: Any, world_size: int, kv_heads: int) -> None:
-    """With fewer k and v heads than ranks these are repeated before they travel, as stock does."""
-    for found in ranks(world_size).run(hugging_face, kv_heads):
-        assert found["sqnr"][0] > 26 and min(found["sqnr"]) > 22, found["sqnr"]
-        rows = TOKENS * BATCH * (HEADS + 2 * max(kv_heads, world_size))
-        there, back = rows * (SIZE + 1), rows * 2 * SIZE
-        assert found["bytes"] == [("all_to_all", there, torch.uint8), ("all_to_all", back, torch.uint8)]
+    assert sqnr[0] > 26 and min(sqnr) > 22, sqnr
+    rows = TOKENS * BATCH * (HEADS + 2 * max(kv_heads, 4))
+    moved = [record for record in count.records if record[2] == torch.uint8]
+    assert moved == [("all_to_all", rows * (SIZE + 1), torch.uint8), ("all_to_all", rows * 2 * SIZE, torch.uint8)]
 
 
 @pytest.mark.timeout(300)
 @on_ranks(2)
 def test_what_cannot_be_exchanged_is_an_error_on_every_rank() -> None:
     from deepspeed.sequence.layer import DistributedAttention
-
-    from fp8_ds.tp.ulysses import exchange_in_fp8
 
     group = dist.group.WORLD
     done = exchange_in_fp8(DistributedAttention(Attention(0), group))

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import tensor_parallel as tpar
-import test_tp_linears as on_cpu
 import torch
 
 from fp8_ds.numerics.formats import E4M3
@@ -41,15 +40,15 @@ def test_every_byte_arrives_where_it_belongs(gpu_ranks: Any, world_size: int) ->
 def layers(name: str) -> list[tuple[Any, ...]]:
     """(kind, result, SQNR of the parts, of one device)."""
     found = []
-    for kind in on_cpu.KINDS:
-        sqnr = on_cpu.against_whole(kind, name, torch.bfloat16, True, on_cpu.normal)
-        found += [(kind, key, parts, whole) for key, (parts, whole, _) in sqnr.items()]
+    for kind in tpar.RUN:
+        sqnr = tpar.against_whole(kind, name, True, tpar.normal)
+        found += [(kind, key, parts, whole) for key, (parts, whole) in sqnr.items()]
     return found
 
 
-@pytest.mark.parametrize("name", on_cpu.RECIPES)
+@pytest.mark.parametrize("name", tpar.SHARDED_RECIPES)
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_layers_are_as_close_to_the_exact_product_as_one_device(gpu_ranks: Any, world_size: int, name: str) -> None:
     for kind, key, parts, whole in gpu_ranks(world_size).run(layers, name)[0]:
-        allowed = 5.0 if key == "grad_bias" else on_cpu.ALLOWED_LOSS.get((kind, name), 0.3)
+        allowed = 5.0 if key == "grad_bias" else tpar.ALLOWED_LOSS.get((kind, name), 0.3)
         assert parts > whole - allowed, (kind, key, parts, whole)

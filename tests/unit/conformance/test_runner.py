@@ -14,14 +14,6 @@ import report  # noqa: E402
 import run_upstream  # noqa: E402
 from outcomes import Outcome, OutcomeStore  # noqa: E402
 
-
-def test_committed_refusals_are_rows_of_the_page_of_refusals() -> None:
-    page = (HERE.parents[1] / "docs" / "refusals.md").read_text()
-    reasons = run_upstream.tomllib.loads((HERE / "reasons.toml").read_text())["reason"]
-    refusals = [row["refusal"] for row in reasons if "refusal" in row]
-    assert refusals and [refusal for refusal in refusals if f"\n| {refusal} | " not in page] == []
-
-
 MISMATCH = "AssertionError: Gradients differ for parameter w"
 
 

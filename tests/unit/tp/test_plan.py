@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.models import HIDDEN, MIXTRAL_PLAN, WIDTH, MixerModel
 from support.models import MIXER_PLAN as PLAN
-from torch import Tensor, nn
+from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fp8_ds.config import TensorParallelConfig
@@ -19,37 +20,7 @@ from fp8_ds.errors import ConfigError
 from fp8_ds.tp import LLAMA, QWEN3, TensorParallelPlan, configure, parallelize
 from fp8_ds.tp.group import fingerprint
 
-WIDTH, HIDDEN, SIZE = 32, 64, 2
-
-
-class Mixer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.up(x).relu())
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mixer, self.norm_after = nn.LayerNorm(WIDTH), Mixer(), nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.norm_after(self.mixer(self.norm(x)))
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
-        self.last, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.last(x))
+SIZE = 2
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +37,7 @@ def shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 
 def test_a_rank_has_its_rows_of_columns_its_columns_of_rows_and_all_else_whole(group: Any) -> None:
-    model = Model()
+    model = MixerModel()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     parallelize(model, PLAN, group)
     for name, p in model.named_parameters():
@@ -80,24 +51,16 @@ def test_a_rank_has_its_rows_of_columns_its_columns_of_rows_and_all_else_whole(g
     assert model.layers[0].mixer.down.weight.partition_dim == 1
 
 
-def llama(**changes: Any) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 32, "head_dim": 8}
-    return LlamaForCausalLM(LlamaConfig(**{**sizes, "num_attention_heads": 4, "num_key_value_heads": 2, **changes}))
-
-
-def other(family: str) -> nn.Module:
-    """A neighbour of Llama with parameters of its own."""
+def transformers_model(family: str, **changes: Any) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 32, "head_dim": 8}
-    config = getattr(transformers, f"{family}Config")(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    model: nn.Module = getattr(transformers, f"{family}ForCausalLM")(config)
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, **changes}
+    model: nn.Module = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**sizes))
     return model
 
 
 def changed(change: Callable[[Any], None]) -> nn.Module:
-    model = Model()
+    model = MixerModel()
     change(model.layers[1])
     return model
 
@@ -107,7 +70,6 @@ def share_weights(layer: Any) -> None:
     layer.mixer.up.weight = layer.mixer.down.weight
 
 
-MOE = replace(LLAMA, column=(), row=(), blocks=("*layers.*.self_attn",), in_shards=(*LLAMA.in_shards, "*layers.*.mlp"))
 REFUSED: dict[str, tuple[Callable[[], nn.Module], TensorParallelPlan, str]] = {
     "a norm beside a block": (
         lambda: changed(lambda layer: setattr(layer, "norm_after", nn.LayerNorm(WIDTH))),
@@ -120,18 +82,34 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], TensorParallelPlan, str]] = {
         PLAN,
         "layers.1.mixer.up: .*63 features",
     ),
-    "odd heads": (lambda: llama(num_key_value_heads=1), LLAMA, "self_attn.k_proj: .*1 heads of 8"),
-    "sharded, named in shards": (Model, replace(PLAN, in_shards=(*PLAN.in_shards, "layers.*.mixer")), "mixer.up"),
-    "sharded, named in heads": (Model, replace(PLAN, in_heads=("layers.1.mixer.up",)), "layers.1.mixer.up"),
-    "in two places": (Model, replace(PLAN, row=(*PLAN.row, "layers.1.mixer.up")), "layers.1.mixer.up"),
-    "heads of no known size": (Model, replace(PLAN, heads=PLAN.column, column=()), "head_dim"),
-    "no such names": (Model, LLAMA, "plan: .*q_proj"),
-    "Gemma 2 as a Llama": (lambda: other("Gemma2"), LLAMA, "in_shards.*pre_feedforward_layernorm.weight"),
-    "Qwen 3 as a Llama": (lambda: other("Qwen3"), LLAMA, "in_heads.*q_norm.weight"),
-    "Mixtral as a Llama": (lambda: other("Mixtral"), LLAMA, "plan: .*gate_proj"),
-    "sharded experts": (lambda: other("Mixtral"), replace(MOE, column=("*layers.*.mlp.experts",)), "in_shards"),
-    "experts in a block": (lambda: other("Mixtral"), replace(MOE, blocks=(*MOE.blocks, "*layers.*.mlp")), "in_heads"),
-    "experts not named": (lambda: other("Mixtral"), replace(MOE, in_shards=LLAMA.in_shards), "in_shards.*mlp.gate"),
+    "odd heads": (
+        lambda: transformers_model("Llama", num_key_value_heads=1),
+        LLAMA,
+        "self_attn.k_proj: .*1 heads of 8",
+    ),
+    "sharded, named in shards": (MixerModel, replace(PLAN, in_shards=(*PLAN.in_shards, "layers.*.mixer")), "mixer.up"),
+    "sharded, named in heads": (MixerModel, replace(PLAN, in_heads=("layers.1.mixer.up",)), "layers.1.mixer.up"),
+    "in two places": (MixerModel, replace(PLAN, row=(*PLAN.row, "layers.1.mixer.up")), "layers.1.mixer.up"),
+    "heads of no known size": (MixerModel, replace(PLAN, heads=PLAN.column, column=()), "head_dim"),
+    "no such names": (MixerModel, LLAMA, "plan: .*q_proj"),
+    "Gemma 2 as a Llama": (lambda: transformers_model("Gemma2"), LLAMA, "in_shards.*pre_feedforward_layernorm.weight"),
+    "Qwen 3 as a Llama": (lambda: transformers_model("Qwen3"), LLAMA, "in_heads.*q_norm.weight"),
+    "Mixtral as a Llama": (lambda: transformers_model("Mixtral"), LLAMA, "plan: .*gate_proj"),
+    "sharded experts": (
+        lambda: transformers_model("Mixtral"),
+        replace(MIXTRAL_PLAN, column=("*layers.*.mlp.experts",)),
+        "in_shards",
+    ),
+    "experts in a block": (
+        lambda: transformers_model("Mixtral"),
+        replace(MIXTRAL_PLAN, blocks=(*MIXTRAL_PLAN.blocks, "*layers.*.mlp")),
+        "in_heads",
+    ),
+    "experts not named": (
+        lambda: transformers_model("Mixtral"),
+        replace(MIXTRAL_PLAN, in_shards=LLAMA.in_shards),
+        "in_shards.*mlp.gate",
+    ),
 }
 
 
@@ -147,7 +125,7 @@ def test_a_plan_that_does_not_fit_is_refused_and_the_model_is_as_before(group: A
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 def test_plans_of_transformers_models_fit(group: Any, family: str) -> None:
-    model = other(family)
+    model = transformers_model(family)
     before = shapes(model)
     parallelize(model, {"Llama": LLAMA, "Qwen3": QWEN3}[family], group)
     num_sharded = sum(shape != before[name] for name, shape in shapes(model).items())
@@ -166,7 +144,7 @@ def test_a_field_that_is_no_pattern_is_named(changes: dict[str, Any]) -> None:
 
 
 def test_a_sharded_model_is_not_copied(group: Any) -> None:
-    model = Model()
+    model = MixerModel()
     parallelize(model, PLAN, group)
     with pytest.raises(ConfigError, match="no copy of a model"):
         copy.deepcopy(model)
@@ -175,7 +153,7 @@ def test_a_sharded_model_is_not_copied(group: Any) -> None:
 @pytest.mark.parametrize("ends", [{"first": "last", "last": "layers.0"}, {}], ids=str)
 def test_tokens_that_cannot_be_sharded_are_refused(group: Any, ends: dict[str, str]) -> None:
     """The end runs before the beginning, or the input has no dim of sequences."""
-    model = Model()
+    model = MixerModel()
     parallelize(model, replace(PLAN, **ends), group)
     with pytest.raises(ValueError, match="first.*last" if ends else "batch, sequence, channels"):
         model(torch.ones(1, 8, WIDTH) if ends else torch.ones(8, WIDTH))
@@ -183,10 +161,10 @@ def test_tokens_that_cannot_be_sharded_are_refused(group: Any, ends: dict[str, s
 
 def test_a_configuration_that_cannot_take_effect_is_refused(group: Any) -> None:
     with pytest.raises(ConfigError, match="config"):
-        parallelize(Model(), PLAN, group, config={"gather": "bf16"})  # type: ignore[arg-type]
+        parallelize(MixerModel(), PLAN, group, config={"gather": "bf16"})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"fp8\.tensor_parallel"):
-        configure(Model(), TensorParallelConfig(gather="bf16"), "tensorwise")
-    model = Model()
+        configure(MixerModel(), TensorParallelConfig(gather="bf16"), "tensorwise")
+    model = MixerModel()
     parallelize(model, PLAN, group)
     for recipe in ("delayed", "rowwise_with_gw_hp"):
         with pytest.raises(ConfigError, match=r"fp8\.linear\.recipe"):
