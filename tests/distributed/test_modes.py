@@ -1,4 +1,4 @@
-"""Ways of running a model that change how its weights are made, fetched or kept."""
+"""Ways of running a model that change how its weights are made, fetched or kept, and no bit of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import training
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.distributed
@@ -107,8 +108,6 @@ def with_adapters(fp8: dict[str, Any] | None) -> dict[str, Any]:
     ("fp8", "dtype"),
     [
         ({}, torch.float32),
-        ({"optimizer": {"states": "fp8"}}, torch.bfloat16),
-        ({"linear": {"frozen": "fp8", "filter_fqns": ["lora_"]}}, torch.float32),
         ({"linear": {"frozen": "fp8", "filter_fqns": ["lora_"]}, "optimizer": {"states": "fp8"}}, torch.bfloat16),
     ],
 )
@@ -156,7 +155,7 @@ STATES = {"optimizer": {"states": "fp8", "release": True, "release_clipping": "d
 
 @pytest.mark.parametrize(
     ("stage", "fp8"),
-    [(2, {"linear": {"recipe": "delayed"}}), (3, {}), (2, STATES), (3, {"optimizer": {"states": "fp8"}})],
+    [(2, {"linear": {"recipe": "delayed"}}), (2, STATES), (3, {"optimizer": {"states": "fp8"}})],
 )
 def test_torchs_default_dtype_changes_no_bit(ranks: Any, stage: int, fp8: dict[str, Any]) -> None:
     """As in a script that has made its model under `torch.set_default_dtype(torch.bfloat16)`, and left it at that."""
@@ -166,62 +165,59 @@ def test_torchs_default_dtype_changes_no_bit(ranks: Any, stage: int, fp8: dict[s
     assert all(torch.equal(master, right["masters"][name]) for name, master in left["masters"].items())
 
 
-def with_checkpointing(stage: int, kind: str) -> list[float]:
-    engine = training.build(training.ds_config(stage, {}), {"checkpointing": kind})
-    losses = training.train(engine, 4)
-    training.destroy(engine)
-    return losses
+E4M11 = {"optimizer": {"states": "fp8", "master": "e4m11"}}
+PERSISTENT = {"stage3_param_persistence_threshold": 100_000}
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_activation_checkpointing_changes_no_loss(ranks: Any, stage: int) -> None:
-    plain = ranks(2).run(with_checkpointing, stage, "")[0]
-    for kind in ("reentrant", "non-reentrant"):
-        assert ranks(2).run(with_checkpointing, stage, kind)[0] == plain, kind
-
-
-def offloadable(stage: int) -> tuple[str, ...]:
-    """Stock ZeRO-3 offloads masters and states of FusedAdam only."""
-    return ("lp_params", "hp_params", "optim_states") if stage < 3 else ("lp_params",)
-
-
-def with_offload(stage: int, offloads: bool) -> dict[str, Any]:
-    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-
-    engine = training.build(training.ds_config(stage, {}))
-    losses = training.train(engine, 2)
-    if offloads:
-        engine.offload_states(include=[OffloadStateTypeEnum(name) for name in offloadable(stage)])
-        assert {state.value for state in engine.optimizer.offloaded_states} == set(offloadable(stage))
+def changed(
+    stage: int, fp8: dict[str, Any] | None, zero: dict[str, Any], checkpointing: str, offloads: bool
+) -> dict[str, Any]:
+    """Four steps of two micro-batches, with an offload and reload of all states between them."""
+    config = training.ds_config(stage, fp8, zero_optimization=zero, gradient_accumulation_steps=2)
+    engine = training.build(config, {"checkpointing": checkpointing})
+    first, losses = training.fp8_state(engine), training.train(engine, 2)
+    if offloads:  # stock ZeRO-3 offloads masters and states of FusedAdam only
+        of_stock = {OffloadStateTypeEnum.lp_params} if stage == 3 and not fp8 else set(OffloadStateTypeEnum)
+        engine.offload_states(
+            include=of_stock - {OffloadStateTypeEnum.lp_grads, OffloadStateTypeEnum.contiguous_grad_buffer}
+        )
+        assert OffloadStateTypeEnum.lp_params in engine.optimizer.offloaded_states
         engine.reload_states()
         assert not engine.optimizer.offloaded_states
     losses += training.train(engine, 2, first_step=2)
-    result = {"losses": losses, "last": training.fp8_state(engine), "masters": training.full_masters(engine)}
+    result = {"losses": losses, "first": first, "last": training.fp8_state(engine)}
     training.destroy(engine)
     return result
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_training_goes_on_bit_for_bit_after_offload_and_reload(ranks: Any, stage: int) -> None:
-    plain = ranks(2).run(with_offload, stage, False)
-    for ours, theirs in zip(ranks(2).run(with_offload, stage, True), plain, strict=True):
-        assert ours["losses"] == theirs["losses"]
-        training.assert_fp8_equals(ours["last"], theirs["last"])
-        training.assert_fp8_follows_masters(ours["last"], ours["masters"])
+CHANGES: dict[str, tuple[dict[str, Any], str, bool]] = {
+    "reentrant": ({}, "reentrant", False),
+    "non-reentrant": ({}, "non-reentrant", False),
+    "overlap": ({"overlap_comm": True}, "", False),
+    "round robin": ({"round_robin_gradients": True}, "", False),
+    "persistent": (PERSISTENT, "", False),
+    "offload": ({}, "", True),
+}
 
 
-def persistent_training(threshold: int, fp8: dict[str, Any] | None) -> list[float]:
-    zero = {"stage3_param_persistence_threshold": threshold}
-    engine = training.build(training.ds_config(3, fp8, zero_optimization=zero, gradient_accumulation_steps=2))
-    losses = training.train(engine, 4)
-    training.destroy(engine)
-    return losses
-
-
-def test_persistent_weights_train_bit_for_bit_as_sharded_ones(ranks: Any) -> None:
-    sharded = ranks(2).run(persistent_training, 0, {})[0]
-    assert ranks(2).run(persistent_training, 100_000, {})[0] == sharded
-    assert ranks(2).run(persistent_training, 100_000, None)[0] != sharded  # FP8 computes with them
+@pytest.mark.parametrize(
+    ("stage", "fp8", "changes"),
+    [
+        (2, {}, ("reentrant", "overlap", "round robin", "offload")),
+        (3, {}, ("reentrant", "non-reentrant", "overlap", "persistent", "offload")),
+        (2, E4M11, ("offload",)),
+        (3, E4M11, ("offload", "persistent")),
+    ],
+)
+def test_how_a_step_is_made_changes_no_bit(
+    ranks: Any, stage: int, fp8: dict[str, Any], changes: tuple[str, ...]
+) -> None:
+    plain = ranks(2).run(changed, stage, fp8, {"overlap_comm": False}, "", False)
+    for change in changes:
+        for ours, theirs in zip(ranks(2).run(changed, stage, fp8, *CHANGES[change]), plain, strict=True):
+            assert ours["losses"] == theirs["losses"], change
+            training.assert_fp8_equals(ours["first"], theirs["first"])
+            training.assert_fp8_equals(ours["last"], theirs["last"])
 
 
 def accumulating(stage: int, accumulation: int) -> tuple[int, list[float]]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import training
+from support.ranks import on_ranks
 from torch import nn
 
 pytestmark = pytest.mark.distributed
@@ -71,6 +72,15 @@ def test_a_refused_configuration_raises_on_all_ranks_before_any_collective_of_tr
             assert key in message
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2)
+def test_a_model_without_an_eligible_linear_is_refused_on_all_ranks(stage: int) -> None:
+    from fp8_ds.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="at least one linear"):
+        training.build(training.ds_config(stage, {"linear": {"filter_fqns": ["blocks", "lm_head"]}}))
+
+
 def in_another_order(stage: int, how: str) -> str:
     from fp8_ds.errors import ConfigError
 
@@ -96,7 +106,3 @@ def test_another_order_on_one_rank_is_refused_on_all(ranks: Any, stage: int, how
     assert first == other
     assert "model_parameters: expected the same" in first
     assert f"'{usual}' on rank 0 of the group and '{theirs}' on rank 1" in first
-
-
-def test_one_order_on_all_ranks_is_none(ranks: Any) -> None:
-    assert ranks(2).run(in_another_order, 2, "") == ["", ""]
