@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ import torch
 import training
 from support.hostile import Hostile
 from support.ranks import on_ranks
+
+from fp8_ds.checkpoint import folders
+from fp8_ds.checkpoint.folders import MANIFEST
 
 pytestmark = pytest.mark.distributed
 
@@ -34,39 +38,49 @@ def files_of(folder: str) -> list[Path]:
     return sorted(path for path in Path(folder).glob("global_step*/*") if path.is_file())
 
 
+def on_rank_0(act: Callable[[], Any]) -> None:
+    """Before and after it all ranks meet."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    if dist.get_rank() == 0:
+        act()
+    dist.barrier()
+
+
 # --- damage ---
 
 
+@pytest.mark.parametrize(("stage", "has_manifest"), [(3, True), (2, False)], ids=["3", "2-without-manifest"])
 @on_ranks(2)
-def test_a_damaged_file_is_named_on_all_ranks_and_nothing_is_loaded(folder: str) -> None:
-    import torch.distributed as dist
-
-    engine = base.build(3, {})
+def test_a_damaged_file_is_named_on_all_ranks_and_nothing_is_loaded(
+    folder: str, stage: int, has_manifest: bool
+) -> None:
+    engine = base.build(stage, {})
     training.train(engine, 1)
     engine.save_checkpoint(folder)
-    loss = training.train(engine, 1, first_step=1)
+    before, loss = base.snapshot(engine), training.train(engine, 1, first_step=1)
     training.destroy(engine)
-    again = base.build(3, {}, seed=1)
+    again = base.build(stage, {}, seed=1)
+    (manifest,) = Path(folder).glob(f"*/{MANIFEST}")
+    if not has_manifest:
+        on_rank_0(manifest.unlink)
     files = files_of(folder)
-    assert len(files) == 5, files
+    assert len(files) == (5 if has_manifest else 3), files
     for path in files:
         content = path.read_bytes()
-        dist.barrier()
-        for kind in ("flip", "cut", "missing"):
-            if dist.get_rank() == 0:
-                flipped = bytearray(content)
-                flipped[len(content) // 2] ^= 4
-                path.write_bytes(flipped if kind == "flip" else content[:-1])
-                if kind == "missing":
-                    path.unlink()
-            dist.barrier()
-            if kind != "missing" or path.suffix == ".pt":  # without a manifest: below
-                assert str(path) in refusal(again, folder)
-            dist.barrier()
-        if dist.get_rank() == 0:
-            path.write_bytes(content)
-        dist.barrier()
+        flipped = bytearray(content)
+        flipped[len(content) // 2] ^= 4
+        for change in (flipped, content[:-1], content[: len(content) // 2], None):
+            if (change is flipped and not has_manifest) or (change is None and path == manifest):
+                continue  # a bit that nothing knows of; a checkpoint without a manifest
+            on_rank_0(path.unlink if change is None else lambda change=change: path.write_bytes(change))  # noqa: B023
+            # What is missing may be the model file that counts the others.
+            is_named = change is not None or has_manifest or "optim" in path.name
+            assert str(path if is_named else path.parent) in refusal(again, folder)
+        on_rank_0(lambda: path.write_bytes(content))  # noqa: B023
     again.load_checkpoint(folder)
+    base.assert_same(base.snapshot(again), before)
     assert training.train(again, 1, first_step=1) == loss
     training.destroy(again)
 
@@ -76,8 +90,6 @@ def test_a_damaged_file_is_named_on_all_ranks_and_nothing_is_loaded(folder: str)
 
 def record_again(path: Path) -> None:
     """Make the manifest fit a file that has been changed, as whoever can change a file can."""
-    from fp8_ds.checkpoint import folders
-
     manifest = folders.read_manifest(path.parent)
     assert manifest is not None
     files = {**manifest.files, path.name: folders.record(path, manifest.files[path.name].rank)}
@@ -139,90 +151,74 @@ DAMAGES: list[tuple[Any, tuple[str, ...]]] = [
     (set_entry(lambda _: {"last_norm": -1.0}, "release"), ("['last_norm']", "-1")),
     (set_entry(lambda _: {0: float("nan")}, "bound_sums"), ("fp8_ds['bound_sums'][0]", "nan")),
     (set_entry(lambda x: {**x, "guard": {}}, "following"), ("fp8_ds['following']", "KeyError: 'named'")),
+    (set_number(0.3, *SCALE), (WEIGHT, "0.3")),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("stage", "master"), [(2, "e4m11"), (3, None)])
 @on_ranks(2)
-def test_values_that_no_save_writes_are_named_on_all_ranks_and_nothing_is_loaded(
-    folder: str, stage: int, master: str | None
-) -> None:
-    """One rank's file, or that of all, has a value that no save writes: nothing is loaded on any rank."""
-    import torch.distributed as dist
-
-    states = {} if master is None else {"optimizer": {"states": "fp8", "master": master}}
-    fp8 = {"linear": {"recipe": "delayed"}, "guard": {"action": "report"}, **states}
-    engine = base.build(stage, fp8)
+def test_values_that_no_save_writes_are_named_on_all_ranks_and_nothing_is_loaded(folder: str) -> None:
+    """One rank's file has a value that no save writes: nothing is loaded on any rank."""
+    engine = base.build(3, {"guard": {"action": "report"}, **base.DELAYED, **base.E4M11})
     training.train(engine, 1)
     engine.save_checkpoint(folder, tag="one")
     training.train(engine, 1, first_step=1)
     before = base.snapshot(engine)
-    path = Path(folder, "one", f"{'zero_pp_rank_1_' if stage == 3 else ''}mp_rank_00_model_states.pt")
+    path = Path(folder, "one/zero_pp_rank_1_mp_rank_00_model_states.pt")
     whole = torch.load(path, weights_only=False)
-    dist.barrier()
-    damages = [*DAMAGES, (set_number(0.3, *SCALE), (WEIGHT, "0.3"))] if master else DAMAGES[4::5]
-    for damage, parts in damages:
-        if dist.get_rank() == 0:
-            content = copy.deepcopy(whole)
-            damage(content["fp8_ds"])
-            torch.save(content, path)
-            record_again(path)
-        dist.barrier()
+
+    def write(content: Any) -> None:
+        torch.save(content, path)
+        record_again(path)
+
+    for damage, parts in DAMAGES:
+        content = copy.deepcopy(whole)
+        damage(content["fp8_ds"])
+        on_rank_0(lambda: write(content))  # noqa: B023
         message = refusal(engine, folder, tag="one")
         for part in (str(path), *parts):
             assert part in message, (part, message)
-        dist.barrier()
     base.assert_same(base.snapshot(engine), before)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        torch.save(whole, path)
-        record_again(path)
-    dist.barrier()
+    on_rank_0(lambda: write(whole))
     assert engine.load_checkpoint(folder, tag="one")[0] is not None
     training.destroy(engine)
 
 
 @on_ranks(2)
 def test_a_named_pipe_in_a_checkpoint_is_refused_by_name_and_not_waited_for(folder: str) -> None:
-    """A named pipe where a file is looked for."""
-    import torch.distributed as dist
-
     engine = base.build(2, {})
     engine.save_checkpoint(folder, tag="one")
-    for name in ("zero_pp_rank_7_mp_rank_00_optim_states.pt", "fp8_ds_manifest.json"):
+    for name in ("zero_pp_rank_7_mp_rank_00_optim_states.pt", MANIFEST):
         path = Path(folder, "one", name)
-        dist.barrier()
-        if dist.get_rank() == 0:
+
+        def replace(path: Path = path) -> None:
             path.unlink(missing_ok=True)
             os.mkfifo(path)
-        dist.barrier()
+
+        on_rank_0(replace)
         assert f"{path}: expected a file, got a named pipe" in refusal(engine, folder, tag="one")
     training.destroy(engine)
 
 
 @on_ranks(2)
 def test_what_is_unfinished_absent_or_added_is_refused(folder: str) -> None:
-    import torch.distributed as dist
-
     engine = base.build(2, {})
     training.train(engine, 1)
     engine.save_checkpoint(folder, tag="whole")
-    dist.barrier()
-    if dist.get_rank() == 0:
+    more = Path(folder, "whole/mp_rank_01_model_states.pt")
+
+    def spoil() -> None:
         shutil.copytree(f"{folder}/whole", f"{folder}/torn.incomplete")
-        Path(folder, "torn.incomplete/fp8_ds_manifest.json").unlink()
-        shutil.copy(f"{folder}/whole/mp_rank_00_model_states.pt", f"{folder}/whole/mp_rank_01_model_states.pt")
-    dist.barrier()
-    assert "torn.incomplete is of a save that did not end" in refusal(engine, folder, tag="torn.incomplete")
-    assert "Complete in" in refusal(engine, folder, tag="absent")
+        Path(folder, "torn.incomplete", MANIFEST).unlink()
+        shutil.copy(f"{folder}/whole/mp_rank_00_model_states.pt", more)
+
+    on_rank_0(spoil)
+    assert "torn.incomplete" in refusal(engine, folder, tag="torn.incomplete")
     assert "'whole'" in refusal(engine, folder, tag="absent")
-    assert "mp_rank_01_model_states.pt is not in fp8_ds_manifest.json" in refusal(engine, folder)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        Path(folder, "whole/mp_rank_01_model_states.pt").unlink()
-        Path(folder, "latest").write_text("who\0e")
-    dist.barrier()
-    assert "latest: expected names that stay in their folder, got 'who\\x00e'" in refusal(engine, folder)
+    assert f"{more.name} is not in {MANIFEST}" in refusal(engine, folder)
+    on_rank_0(more.unlink)
+    for latest in ("who\0e", ""):
+        on_rank_0(lambda: Path(folder, "latest").write_text(latest))  # noqa: B023
+        assert "latest: expected names that stay in their folder" in refusal(engine, folder)
     assert engine.load_checkpoint(f"{folder}/nowhere") == (None, None)  # as stock
     training.destroy(engine)
 
@@ -279,14 +275,8 @@ def test_weights_alone_load_at_another_world_size_without_the_optimizers_files(r
 
 @on_ranks(2)
 def test_stage_3_takes_weights_from_the_optimizers_files_and_says_which_is_missing(folder: str) -> None:
-    import torch.distributed as dist
-
     saved(folder, 3, base.MODEL)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        for path in Path(folder).glob("*/*optim_states.pt"):
-            path.unlink()
-    dist.barrier()
+    on_rank_0(lambda: [path.unlink() for path in Path(folder).glob("*/*optim_states.pt")])
     engine = base.build(3, {}, seed=1)
     assert engine.load_checkpoint(folder, load_module_only=True)[0] is not None  # as stock: its own weights
     for alone in (False, True):
@@ -309,68 +299,19 @@ def test_parameters_in_another_order_are_refused(folder: str) -> None:
 
 
 @on_ranks(2)
-def test_a_checkpoint_of_other_versions_is_loaded_with_a_notice(folder: str) -> None:
-    import torch.distributed as dist
-
-    from fp8_ds.checkpoint import folders as m
-
+def test_a_checkpoint_of_other_versions_is_loaded(folder: str) -> None:
     saved(folder, 2, base.MODEL)
-    dist.barrier()
-    path = Path(folder, "global_step1")
-    if dist.get_rank() == 0:
-        manifest = m.read_manifest(path)
+
+    def change() -> None:
+        manifest = folders.read_manifest(Path(folder, "global_step1"))
         assert manifest is not None
-        assert manifest.header["deepspeed"]
-        m.write_manifest(path, m.Manifest({**manifest.header, "deepspeed": "0.1.2"}, manifest.files))
-    dist.barrier()
-    with training.log_lines() as said:
-        engine = training.build(training.ds_config(2, {}), base.MODEL, seed=1)
-        assert engine.load_checkpoint(folder)[0] is not None
+        header = {**manifest.header, "deepspeed": "0.1.2"}
+        folders.write_manifest(Path(folder, "global_step1"), folders.Manifest(header, manifest.files))
+
+    on_rank_0(change)
+    engine = training.build(training.ds_config(2, {}), base.MODEL, seed=1)
+    assert engine.load_checkpoint(folder)[0] is not None
     training.destroy(engine)
-    assert sum("deepspeed 0.1.2" in line for line in said) == (dist.get_rank() == 0)
-
-
-# --- without a manifest ---
-
-
-@on_ranks(2)
-def test_without_its_manifest_a_checkpoint_loads_where_all_its_files_are_whole(folder: str) -> None:
-    import torch.distributed as dist
-
-    from fp8_ds.checkpoint import folders
-
-    engine = base.build(2, {})
-    training.train(engine, 1)
-    engine.save_checkpoint(folder)
-    before, loss = base.snapshot(engine), training.train(engine, 1, first_step=1)
-    training.destroy(engine)
-    again = base.build(2, {}, seed=1)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        Path(folder, "global_step1", folders.MANIFEST).unlink()
-    dist.barrier()
-    files = files_of(folder)
-    assert len(files) == 3
-    for path in files:
-        content = path.read_bytes()
-        for kind in ("missing", "cut"):
-            dist.barrier()
-            if dist.get_rank() == 0:
-                path.write_bytes(content[: len(content) // 2])
-                if kind == "missing":
-                    path.unlink()
-            dist.barrier()
-            # What is missing may be the model file that counts the others.
-            is_named = kind == "cut" or "optim" in path.name
-            assert str(path if is_named else path.parent) in refusal(again, folder)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            path.write_bytes(content)
-        dist.barrier()
-    again.load_checkpoint(folder)
-    base.assert_same(base.snapshot(again), before)
-    assert training.train(again, 1, first_step=1) == loss
-    training.destroy(again)
 
 
 # --- hostile pickles ---
@@ -381,10 +322,6 @@ def test_without_its_manifest_a_checkpoint_loads_where_all_its_files_are_whole(f
 def test_a_hostile_pickle_in_a_checkpoint_is_not_executed_with_a_manifest_or_without(
     folder: str, writer: dict[str, Any] | None
 ) -> None:
-    import torch.distributed as dist
-
-    from fp8_ds.checkpoint.folders import MANIFEST
-
     engine = base.build(2, writer)
     training.train(engine, 1)
     engine.save_checkpoint(folder)
@@ -396,24 +333,22 @@ def test_a_hostile_pickle_in_a_checkpoint_is_not_executed_with_a_manifest_or_wit
         if path == manifest:
             continue
         content = path.read_bytes()
-        dist.barrier()
-        if dist.get_rank() == 0:  # whoever can change a file can change the manifest
+
+        def spoil(path: Path = path) -> None:  # whoever can change a file can change the manifest
             torch.save({**torch.load(path, weights_only=False), "client": Hostile(mark)}, path)
             if listed is not None:
                 record_again(path)
-        dist.barrier()
-        message = refusal(engine, folder)
-        assert "os.makedirs" in message and str(path) in message and not mark.exists()
-        dist.barrier()
-        if listed is not None and dist.get_rank() == 0:
-            manifest.unlink()
-        dist.barrier()
-        assert str(path.parent) in refusal(engine, folder) and not mark.exists()
-        dist.barrier()
-        if dist.get_rank() == 0:
+
+        def heal(path: Path = path, content: bytes = content) -> None:
             path.write_bytes(content)
             if listed is not None:
                 manifest.write_bytes(listed)
-        dist.barrier()
+
+        on_rank_0(spoil)
+        message = refusal(engine, folder)
+        assert "os.makedirs" in message and str(path) in message and not mark.exists()
+        on_rank_0(lambda: manifest.unlink(missing_ok=True))
+        assert str(path.parent) in refusal(engine, folder) and not mark.exists()
+        on_rank_0(heal)
     assert engine.load_checkpoint(folder)[0] is not None
     training.destroy(engine)

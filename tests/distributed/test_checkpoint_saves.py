@@ -87,28 +87,7 @@ def test_one_rank_that_cannot_write_is_an_error_on_all_and_the_old_one_stays(
 
 
 @on_ranks(2)
-def test_a_client_state_with_the_key_of_ours_on_one_rank_is_refused_on_all(folder: str) -> None:
-    import torch.distributed as dist
-
-    from fp8_ds.errors import ConfigError
-
-    engine = base.build(2, {})
-    client_state = {"epoch": 3, **({"fp8_ds": {"mine": 1}} if dist.get_rank() == 1 else {})}
-    with pytest.raises(ConfigError, match=r"'fp8_ds'.* on rank 1"):
-        engine.save_checkpoint(folder, client_state=client_state)
-    assert not any(Path(folder).iterdir())
-    dist.barrier()
-    client_state.pop("fp8_ds", None)
-    assert engine.save_checkpoint(folder, client_state=client_state) is True
-    assert engine.load_checkpoint(folder)[1]["epoch"] == 3
-    training.destroy(engine)
-
-
-# --- what else lies in the folder, and who else writes there ---
-
-
-@on_ranks(2)
-def test_tags_that_are_no_names_or_differ_are_refused_on_all_ranks(folder: str) -> None:
+def test_tags_that_are_no_names_or_differ_and_a_client_state_with_our_key_are_refused_on_all_ranks(folder: str) -> None:
     import torch.distributed as dist
 
     from fp8_ds.errors import ConfigError
@@ -117,8 +96,14 @@ def test_tags_that_are_no_names_or_differ_are_refused_on_all_ranks(folder: str) 
     for tag in ("", "x.incomplete", f"rank{dist.get_rank()}"):
         with pytest.raises(ConfigError, match=f"'{tag}'"):
             engine.save_checkpoint(folder, tag=tag)
+    client_state = {"epoch": 3, **({"fp8_ds": {"mine": 1}} if dist.get_rank() == 1 else {})}
+    with pytest.raises(ConfigError, match=r"'fp8_ds'.* on rank 1"):
+        engine.save_checkpoint(folder, client_state=client_state)
     assert not any(Path(folder).iterdir())
     training.destroy(engine)
+
+
+# --- who else writes there ---
 
 
 @on_ranks(2)
@@ -139,24 +124,23 @@ def test_a_save_waits_for_that_of_another_job(folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("says_disks_are_its_own", "expected"), [(False, r"ranks \[0, 1\] at once"), (True, "use_node_local_storage")]
+    ("says_disks_are_its_own", "shares_a_disk", "expected"),
+    [(False, True, r"ranks \[0, 1\] at once"), (True, True, "node_local"), (False, False, "node_local")],
 )
 @on_ranks(2)
-def test_a_file_that_several_ranks_write_is_no_checkpoint(
-    folder: str, says_disks_are_its_own: bool, expected: str
+def test_a_file_that_several_ranks_write_or_disks_that_nobody_spoke_of_are_an_error_at_the_save(
+    folder: str, says_disks_are_its_own: bool, shares_a_disk: bool, expected: str
 ) -> None:
-    """Every rank takes itself for the first of its host, and writes what such a one writes; hosts may have said that
-    they have disks of their own, and share one."""
+    """On one disk every rank takes itself for the first of its host, and writes what such a one writes."""
+    import torch.distributed as dist
+
     from fp8_ds.errors import CheckpointError
 
-    checkpoint = {"use_node_local_storage": True} if says_disks_are_its_own else {}
-    engine = training.build(training.ds_config(2, {}, checkpoint=checkpoint), base.MODEL)
-    engine.local_rank = 0
-    engine.save_non_zero_checkpoint = True
-    training.train(engine, 1)
+    engine = one_rank_a_host(2, 0, says_disks_are_its_own) if shares_a_disk else base.build(3, {})
+    here = folder if shares_a_disk else f"{folder}/host{dist.get_rank()}"
     with pytest.raises(CheckpointError, match=expected):
-        engine.save_checkpoint(folder)
-    assert not Path(folder, "latest").exists()
+        engine.save_checkpoint(here)
+    assert not Path(here, "latest").exists()
     training.destroy(engine)
 
 
@@ -187,24 +171,9 @@ def test_hosts_with_disks_of_their_own_have_a_manifest_and_a_latest_each(folder:
     training.destroy(again)
 
 
-@on_ranks(2)
-def test_hosts_with_disks_of_their_own_that_nobody_spoke_of_fail_at_the_save(folder: str) -> None:
-    import torch.distributed as dist
-
-    from fp8_ds.errors import CheckpointError
-
-    engine = base.build(3, {})
-    training.train(engine, 1)
-    with pytest.raises(CheckpointError, match="use_node_local_storage"):  # a path that is another disk on each host
-        engine.save_checkpoint(f"{folder}/host{dist.get_rank()}")
-    assert not Path(folder, "host0", "latest").exists()
-    training.destroy(engine)
-
-
-def one_rank_a_host(stage: int = 2, seed: int = 0) -> Any:
+def one_rank_a_host(stage: int = 2, seed: int = 0, says_disks_are_its_own: bool = True) -> Any:
     """An engine whose two ranks are hosts with disks of their own."""
-    config = training.ds_config(stage, {}, checkpoint={"use_node_local_storage": True})
-    engine = training.build(config, base.MODEL, seed)
+    engine = base.build(stage, {}, seed, checkpoint={"use_node_local_storage": says_disks_are_its_own})
     engine.local_rank = 0
     engine.save_non_zero_checkpoint = True
     return engine
@@ -334,9 +303,4 @@ def test_a_mount_that_fails_on_one_rank_is_an_error_on_all(folder: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(folders, "read_manifest", read)
         assert "rank 1: OSError: [Errno 116] Stale file handle" in refusal(engine, folder)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        Path(folder, "latest").write_text("")
-    dist.barrier()
-    assert "latest: expected names that stay in their folder, got ''" in refusal(engine, folder)
     training.destroy(engine)

@@ -1,10 +1,12 @@
-"""Megatron-core's layers in FP8 without Transformer Engine: trained over gloo, against Megatron's own."""
+"""Megatron-core's layers in FP8 without Transformer Engine: trained over gloo, against Megatron's own. A weight goes
+into FP8 once in each step, and never lags behind the optimizer."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from support.collectives import count_collectives
 from support.ranks import RankError, RankPool, on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fp8_ds.nn.linear.recipes import TensorwiseRecipe
 from fp8_ds.testing import sqnr_db
 
 pytestmark = pytest.mark.distributed
@@ -226,41 +229,33 @@ def moe_gradients(layout: Layout) -> dict[str, Any]:
     return gradients(layout)
 
 
-@pytest.mark.parametrize("parallel", [{}, {"tp": 2, "sp": True, "ep": 2}])
-def test_experts_are_in_fp8(ranks: Ranks, parallel: dict[str, Any]) -> None:
-    # The other dispatcher reads its splits from tensors that it expects on a GPU.
-    moe = {
-        "num_moe_experts": 4,
-        "moe_router_topk": 2,
-        "moe_ffn_hidden_size": 64,
-        "moe_token_dispatcher_type": "allgather",
-    }
-    layout = Layout(config=moe, **parallel)
-    fp8 = ranks(2).run(moe_gradients, layout)[0]
-    stock = ranks(2).run(moe_gradients, of_stock(layout))[0]
-    experts = 4 // parallel.get("ep", 1)
-    assert fp8["products"] == 3 * mt.NUM_LAYERS * (2 + 2 * experts) * mt.NUM_MICRO
-    for parameter, grad in stock["gradients"].items():
-        if "experts" in parameter:
-            assert sqnr_db(grad, fp8["gradients"][parameter]) > 8, parameter
+MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 64, "moe_token_dispatcher_type": "allgather"}
+"""The other dispatcher reads its splits from tensors that it expects on a GPU, but those that it overlaps."""
+SHARED = {
+    "num_moe_experts": 2,
+    "moe_ffn_hidden_size": 64,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_shared_expert_intermediate_size": 128,
+    "moe_shared_expert_overlap": True,
+}
+"""These take their sums from their linears, once these are built."""
 
 
-def test_shared_experts_that_overlap_send_as_megatron_says(ranks: Ranks) -> None:
-    """--moe-shared-expert-overlap takes their sums from their linears, once these are built."""
-    moe = {
-        "num_moe_experts": 2,
-        "moe_ffn_hidden_size": 64,
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_shared_expert_intermediate_size": 128,
-        "moe_shared_expert_overlap": True,
-    }
-    layout = Layout(config=moe, tp=2, sp=True)
-    fp8 = ranks(2).run(moe_gradients, layout)[0]
-    stock = ranks(2).run(moe_gradients, of_stock(layout))[0]
-    assert fp8["products"] == 3 * (4 + 2 * 2) * mt.NUM_LAYERS * mt.NUM_MICRO
-    shared = [parameter for parameter in stock["gradients"] if "shared_experts" in parameter]
-    assert len(shared) == 2 * mt.NUM_LAYERS
-    for parameter in shared:
+@pytest.mark.parametrize(
+    ("layout", "num_linears"),
+    [
+        (Layout(config=MOE), 2 + 2 * 4),
+        (Layout(config=MOE, tp=2, sp=True, ep=2), 2 + 2 * 2),
+        (Layout(config=SHARED, tp=2, sp=True), 4 + 2 * 2),
+    ],
+    ids=["dp2", "ep2", "shared-overlap"],
+)
+def test_experts_are_in_fp8(ranks: Ranks, layout: Layout, num_linears: int) -> None:
+    fp8, stock = (ranks(2).run(moe_gradients, one)[0] for one in (layout, of_stock(layout)))
+    assert fp8["products"] == 3 * mt.NUM_LAYERS * num_linears * mt.NUM_MICRO
+    names = [parameter for parameter in stock["gradients"] if "experts" in parameter]
+    assert any("shared_experts" in name for name in names) == (layout.config is SHARED)
+    for parameter in names:
         assert sqnr_db(stock["gradients"][parameter], fp8["gradients"][parameter]) > 8, parameter
 
 
@@ -310,8 +305,9 @@ def health(layout: Layout, evaluates: bool = False) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["tp2_sp", "pp2"])
-def test_health_is_of_all_ranks_and_stages(ranks: Ranks, name: str) -> None:
+def test_health_is_of_all_ranks_and_stages_and_not_of_evaluation(ranks: Ranks, name: str) -> None:
     first, second = ranks(2).run(health, LAYOUTS[name])
+    assert ranks(2).run(health, LAYOUTS[name], evaluates=True) == [first, second]
     assert first["line"] == second["line"] and first["scalars"] == second["scalars"]
     scalars = first["scalars"]
     places = [f"layers.{n}.{part}" for n in range(1, mt.NUM_LAYERS + 1) for part in PARTS]
@@ -337,15 +333,103 @@ def test_health_is_of_all_ranks_and_stages(ranks: Ranks, name: str) -> None:
     assert scalars["fp8/coverage"] == pytest.approx(100 * share)
 
 
-def test_health_says_what_the_distributed_optimizer_gathers(ranks: Ranks) -> None:
-    first, second = ranks(2).run(health, LAYOUTS["dp2_distributed_optimizer"])
-    assert first["line"] == second["line"]
-    num_bytes = first["scalars"]["fp8/weights-gathered-bytes"]
-    weights = 4 * (mt.NUM_LAYERS * (mt.WIDTH * (128 + 64 + 256) + 128 * mt.WIDTH) + 2 * mt.WIDTH * mt.VOCABULARY)
-    assert weights < num_bytes < 1.1 * weights and first["scalars"]["fp8/weights-gathered-fp8-bytes"] == 0
+# --- a weight's bytes ---
+
+NUM_STEPS = 4
 
 
-def test_health_is_not_of_evaluation(ranks: Ranks) -> None:
-    plain = ranks(2).run(health, LAYOUTS["tp2_sp"])
-    evaluated = ranks(2).run(health, LAYOUTS["tp2_sp"], evaluates=True)
-    assert evaluated == plain
+@contextmanager
+def counted(*, always: bool = False) -> Iterator[list[int]]:
+    """Casts of weights, one number; `always`: at every read, as without a cache."""
+    from megatron_patches.linear import StepWeight
+
+    count, cast, current = [0], TensorwiseRecipe.quantize_weight, StepWeight._current
+
+    def quantize_weight(self: Any, weight: Any) -> Any:
+        count[0] += 1
+        return cast(self, weight)
+
+    def fresh(self: Any) -> Any:
+        self.expire()
+        return current(self)
+
+    TensorwiseRecipe.quantize_weight = quantize_weight  # type: ignore[method-assign]
+    if always:
+        StepWeight._current = fresh  # type: ignore[method-assign]
+    try:
+        yield count
+    finally:
+        TensorwiseRecipe.quantize_weight = cast  # type: ignore[method-assign]
+        StepWeight._current = current  # type: ignore[method-assign]
+
+
+def casts(layout: Layout, always: bool) -> dict[str, Any]:
+    with counted(always=always) as count:
+        trained = mt.train(layout, NUM_STEPS, lr=1e-2)
+    return {"casts": count[0], "losses": trained["losses"], "norms": trained["norms"]}
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(distributed_optimizer=True, overlap=True, bf16=True), Layout(tp=2, sp=True, bf16=True)], ids=str
+)
+def test_a_step_casts_each_weight_once_and_gives_the_bits_of_a_cast_at_every_read(ranks: Ranks, layout: Layout) -> None:
+    kept, always = (ranks(2).run(casts, layout, flag) for flag in (False, True))
+    assert [one["casts"] for one in kept] == 2 * [NUM_LINEARS * NUM_STEPS]
+    # `data` and `scale_inv` are read in forward and in backward.
+    assert min(one["casts"] for one in always) >= 2 * 2 * mt.NUM_MICRO * NUM_LINEARS * NUM_STEPS
+    assert [(one["losses"], one["norms"]) for one in kept] == [(one["losses"], one["norms"]) for one in always]
+    assert kept[-1]["losses"][-1] < kept[-1]["losses"][0] - 0.15  # weights move
+
+
+@on_ranks(1)
+def test_loops_that_do_not_say_which_micro_batch_comes_read_the_weights_as_they_are() -> None:
+    """Outputs follow a write that autograd cannot see: in a loop of one's own, and in evaluation after training by
+    Megatron's schedule."""
+    for schedule in (False, True):
+        with mt.megatron(Layout()):
+            training = mt.Training(Layout())
+            data = mt.batches(4)
+            if schedule:
+                training.step(data)
+                training.module.eval()
+            tokens = next(data)
+            mask = torch.triu(torch.ones(1, 1, mt.LENGTH, mt.LENGTH, dtype=torch.bool), 1)
+            positions = torch.arange(mt.LENGTH)[None].expand(mt.MICRO_BATCH, -1)
+            outputs = []
+            for _ in range(2):
+                outputs.append(training.module(tokens[:, :-1], positions, mask).detach().clone())
+                for name, p in training.module.named_parameters():
+                    if "linear_fc1" in name:
+                        p.data.mul_(-1.5)
+            assert not torch.equal(*outputs)
+
+
+def fully_sharded(always: bool) -> list[float]:
+    """Losses of steps of two micro-batches over a model that torch's FSDP2 shards, which Megatron's schedule steers."""
+    from torch.distributed.fsdp import fully_shard
+
+    with mt.megatron(Layout()), counted(always=always):
+        model = mt.build(Layout())
+        for layer in model.decoder.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        losses = []
+        data = mt.batches(NUM_STEPS)
+        for _ in range(NUM_STEPS):
+            for micro_batch in range(mt.NUM_MICRO):
+                for layer in model.decoder.layers:
+                    layer.current_microbatch = micro_batch
+                output, loss_of = mt.forward_step(data, model)
+                loss, _ = loss_of(output)
+                loss.backward()
+                losses.append(float(loss))
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+
+def test_weights_that_fsdp2_shards_do_not_lag_behind_the_optimizer(ranks: Ranks) -> None:
+    """Between steps a layer has the shard in place of the weight, and the gathered one comes back as it left."""
+    kept, always = (ranks(2).run(fully_sharded, flag) for flag in (False, True))
+    assert kept == always

@@ -1,16 +1,24 @@
-"""What a linear of fp8_ds is told by Megatron; its numbers are in tests/distributed/test_megatron.py."""
+"""What a linear of fp8_ds is told by Megatron, and its weight's bytes; its numbers are in
+tests/distributed/test_megatron.py."""
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
+import torch
+from torch import nn
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install megatron-core==0.16.1")
 
 from megatron.core.quantization.quant_config import RecipeConfig
 from megatron.core.quantization.utils import get_quant_config_or_none
 
+from fp8_ds.config import LinearConfig
 from fp8_ds.errors import UnsupportedError
-from megatron_patches.linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear
+from fp8_ds.nn.linear.recipes import TensorwiseRecipe
+from megatron_patches.linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear, StepWeight
 
 
 def recipe(pattern: str) -> RecipeConfig:
@@ -27,3 +35,17 @@ def test_a_precision_config_for_linears_is_refused(cls: type) -> None:
         linear.finish_init(get_quant_config_or_none(name, recipe("*linear_fc1")))
     for other in (recipe("*core_attention"), None):
         linear.finish_init(get_quant_config_or_none(name, other))
+
+
+def test_a_write_that_autograd_sees_and_another_storage_are_noticed_and_copies_have_no_cache() -> None:
+    weight = nn.Parameter(torch.randn(32, 16))
+    step = weight._fp8 = StepWeight(weight, TensorwiseRecipe(LinearConfig()))  # type: ignore[attr-defined]
+    first = step.data.float() * step.scale_inv
+    assert step.data is step.data
+    with torch.no_grad():
+        weight.mul_(2)
+    torch.testing.assert_close(step.data.float() * step.scale_inv, 2 * first)
+    weight.data = -weight.data
+    torch.testing.assert_close(step.data.float() * step.scale_inv, -2 * first)
+    assert getattr(copy.deepcopy(weight), "_fp8", None) is None
+    assert getattr(pickle.loads(pickle.dumps(weight)), "_fp8", None) is None
