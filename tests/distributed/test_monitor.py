@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import json
-import math
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import test_autotp as autotp
 import test_tp_llama as tp_llama
 import torch
 import training
-from support.ranks import on_ranks
+from support.ranks import RankPool, on_ranks
 
 from fp8_ds.errors import ConfigError
 
@@ -23,18 +22,14 @@ pytestmark = pytest.mark.distributed
 STATES = {"optimizer": {"states": "fp8", "master": "e4m11"}}
 
 
-def run(stage: int, fp8: dict[str, Any], model: dict[str, Any], compiled: bool = False) -> dict[str, Any]:
+def run(stage: int, fp8: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
     """Four steps; losses, the reports of all ranks as this one saw them, and the classes of recipes afterwards."""
     engine = training.build(training.ds_config(stage, fp8), model)
     reports: list[Any] = []
     if engine._fp8_step_callbacks.monitor is not None:
         engine._fp8_step_callbacks.monitor.sinks.append(lambda report: reports.append(report.to_json()))
-    if compiled:
-        torch._dynamo.reset()
-        engine.compile(backend="aot_eager")
     losses = training.train(engine, 4)
-    layers = [m for m in engine.module.modules() if hasattr(m, "fp8_recipe")]
-    names = {type(m.fp8_recipe).__name__ for m in layers}
+    names = {type(m.fp8_recipe).__name__ for m in engine.module.modules() if hasattr(m, "fp8_recipe")}
     training.destroy(engine)
     return {"losses": losses, "reports": reports, "classes": names}
 
@@ -42,8 +37,7 @@ def run(stage: int, fp8: dict[str, Any], model: dict[str, Any], compiled: bool =
 @pytest.mark.parametrize(
     ("stage", "fp8", "model"),
     [
-        (1, STATES, {}),
-        (2, {"linear": {"recipe": "delayed"}}, {}),
+        (1, STATES | {"linear": {"recipe": "delayed"}}, {}),
         (3, {"linear": {"recipe": "rowwise"}}, {"checkpointing": "reentrant"}),
     ],
 )
@@ -144,65 +138,32 @@ def test_a_monitor_that_is_off_runs_nothing() -> None:
     assert what_ran({"monitor": {"every": 2, "sink": "/dev/null"}})
 
 
-def table_of(bad: int) -> dict[str, Any]:
-    """What a table says of a tensor that has a NaN on rank `bad` alone, and of one that has none."""
-    import torch.distributed as dist
+def until_the_process_ends(folder: str) -> list[str]:
+    """What is said at the end of a process that has destroyed its group, and not its engines.
 
-    from fp8_ds.monitor.statistics import StatisticsTable
-    from fp8_ds.ops.observe import observe_codes, observe_hp
-
-    table = StatisticsTable(("a",), "cpu", dist.group.WORLD)
-    for kind in ("input", "weight"):
-        x, scale_inv = torch.ones(4, 4), torch.ones(())
-        if kind == "input" and dist.get_rank() == bad:
-            x[0, 0] = scale_inv = torch.tensor(math.nan)
-        observe_hp(x, table.slot(0, kind))
-        observe_codes(x.to(torch.float8_e4m3fn), scale_inv, table.slot(0, kind), can_saturate=False)
-    table.send()
-    return {kind: asdict(one) for kind, one in (table.receive() or {})["a"].items()}
-
-
-def test_a_nan_on_one_rank_is_known_on_all(ranks: Any) -> None:
-    for found in ranks(2).run(table_of, 1):
-        assert found["weight"] == {"amax": 1.0, "scale": 1.0, "saturation": 0.0, "underflow": 0.0, "num": 32}
-        assert found["input"]["num"] == 32
-        assert not any(math.isfinite(value) for key, value in found["input"].items() if key != "num")
+    Both reach step 4. One reports steps 2 and 4 to DeepSpeed's CSV monitor, the other step 4 to a disk that is full.
+    """
+    csv = {"enabled": True, "output_path": folder, "job_name": "csv"}
+    configs = [
+        training.ds_config(2, {"monitor": {"every": 2}}, csv_monitor=csv),
+        training.ds_config(2, {"monitor": {"every": 4, "sink": "/dev/full"}}),
+    ]
+    engines = [training.build(config) for config in configs]
+    for engine in engines:
+        training.train(engine, 4)
+    torch.distributed.destroy_process_group()
+    with training.log_lines() as said:
+        atexit._run_exitfuncs()
+    return said
 
 
-@pytest.mark.slow
-def test_compiled_layers_are_watched_with_the_same_numbers(ranks: Any) -> None:
-    fp8 = {"monitor": {"every": 2, "sink": "/dev/null"}}
-    eager, compiled = (ranks(2).run(run, 2, fp8, {}, is_compiled)[0] for is_compiled in (False, True))
-    assert compiled["losses"] == eager["losses"]
-    assert len(compiled["reports"]) == 2
-    for one, other in zip(compiled["reports"], eager["reports"], strict=True):
-        assert one["layers"] == other["layers"]
-
-
-def to_two_sinks(folder: str) -> None:
-    csv = {"enabled": True, "output_path": folder, "job_name": "run"}
-    fp8 = {"monitor": {"every": 2, "sink": ["deepspeed", f"{folder}/health.jsonl"]}}
-    engine = training.build(training.ds_config(2, fp8, csv_monitor=csv))
-    training.train(engine, 3)
-    training.destroy(engine)
-
-
-def test_deepspeeds_csv_monitor_gets_a_file_for_each_number_of_the_report(ranks: Any, tmp_path: Path) -> None:
-    ranks(2).run(to_two_sinks, str(tmp_path))
-    (report,) = [json.loads(line) for line in (tmp_path / "health.jsonl").read_text().splitlines()]
-    assert report["samples"] == 2 * 2 * training.MICRO_BATCH  # after 2 steps
-    amax = report["layers"]["blocks.0.up"]["input"]["amax"]
-    for name, value in (("coverage", report["coverage"]), ("blocks.0.up_input_amax", amax)):
-        rows = (tmp_path / "run" / f"fp8_{name}.csv").read_text().splitlines()
-        assert [row.split(",") for row in rows[1:]] == [[str(report["samples"]), str(value)]]
-
-
-def test_the_last_report_is_written_where_the_group_is_gone_before_the_process_ends(
-    start_ranks: Any, tmp_path: Path
-) -> None:
-    output = start_ranks(Path(__file__).with_name("last_reports.py"), tmp_path, ranks=1)
-    assert "Exception ignored" not in output and "Traceback" not in output, output
-    assert output.count("fp8: monitor, step 4: JsonLines('/dev/full') failed (OSError: [Errno 28]") == 1
+def test_the_last_report_is_written_where_the_group_is_gone_before_the_process_ends(tmp_path: Path) -> None:
+    pool = RankPool(1)
+    try:
+        [said] = pool.run(until_the_process_ends, str(tmp_path))
+    finally:
+        pool.close()
+    assert sum("JsonLines('/dev/full') failed (OSError: [Errno 28]" in line for line in said) == 1
     files = list((tmp_path / "csv").glob("fp8_*.csv"))
     assert len(files) > 6 * 3 * 4
     for file in files:
@@ -222,15 +183,16 @@ def tensor_parallel(fp8: dict[str, Any]) -> dict[str, Any]:
     return {"losses": losses, "reports": reports, "classes": classes}
 
 
-def test_tensor_parallel_layers_are_watched_each_rank_its_part(ranks: Any, tmp_path: Path) -> None:
-    path = tmp_path / "health.jsonl"
-    watched = ranks(2).run(tensor_parallel, {"monitor": {"every": 2, "sink": str(path)}})
-    plain = ranks(2).run(tensor_parallel, {})
-    assert watched[0]["losses"] == plain[0]["losses"]
+def test_two_by_two_ranks_report_the_sums_over_data_parallel_ranks_each_of_its_part(ranks: Any, tmp_path: Path) -> None:
+    watched = ranks(4).run(tensor_parallel, {"monitor": {"every": 2, "sink": str(tmp_path / "health.jsonl")}})
+    plain = ranks(4).run(tensor_parallel, {})
+    assert [one["losses"] for one in watched] == [one["losses"] for one in plain]
     assert [one["classes"] for one in watched] == [one["classes"] for one in plain]
-    assert watched[0]["reports"] != watched[1]["reports"]
     assert sorted(one.name for one in tmp_path.iterdir()) == ["health.jsonl", "health.rank1.jsonl"]
-    tokens = tp_llama.NUM_BATCHES * training.MICRO_BATCH * training.LENGTH
+    for rank in range(4):
+        assert watched[rank]["reports"] == watched[rank % 2]["reports"]
+    assert watched[0]["reports"] != watched[1]["reports"]
+    tokens = tp_llama.NUM_BATCHES * training.MICRO_BATCH * training.LENGTH  # of both data-parallel ranks
     for report in watched[0]["reports"]:
         assert len(report["layers"]) == 7 * tp_llama.LAYERS
         for name, kinds in report["layers"].items():
@@ -241,16 +203,6 @@ def test_tensor_parallel_layers_are_watched_each_rank_its_part(ranks: Any, tmp_p
             for kind, one in kinds.items():
                 assert one["amax"] > 0 and one["scale"] > 0 and one["saturation"] < 0.01, (name, kind)
                 assert 0 <= one["underflow"] < 0.5, (name, kind, one)
-
-
-def test_two_by_two_ranks_report_the_sums_over_data_parallel_ranks(ranks: Any) -> None:
-    found = ranks(4).run(tensor_parallel, {"monitor": {"every": 2, "sink": "/dev/null"}})
-    for rank in range(4):
-        assert found[rank]["reports"] == found[rank % 2]["reports"] and found[rank]["reports"]
-    assert found[0]["reports"] != found[1]["reports"]
-    tokens = tp_llama.NUM_BATCHES * training.MICRO_BATCH * training.LENGTH  # of both data-parallel ranks
-    for name, kinds in found[0]["reports"][0]["layers"].items():
-        assert kinds["input"]["num"] == tokens * TP_SHAPES[name.rpartition(".")[2]][1], name
 
 
 TP_SHAPES = {"q_proj": (32, 64), "k_proj": (16, 64), "v_proj": (16, 64), "o_proj": (64, 32)}

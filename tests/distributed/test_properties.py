@@ -10,13 +10,13 @@ from unittest.mock import patch
 
 import pytest
 import tensor_parallel as tpar
+import test_checkpoint as base
 import torch
 import training
 from hypothesis import assume
 from hypothesis import strategies as st
 from support.properties import check
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_leaves_with_path
 
 pytestmark = pytest.mark.distributed
 
@@ -120,16 +120,9 @@ def test_any_linear_cut_over_two_ranks_is_right_to_the_rounding_of_fp8(ranks: An
 
 # --- runs that are saved and loaded ---
 
-
 ADAMW = {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.01, "torch_adam": True}}
 ADAM = {"type": "Adam", "params": {"lr": 3e-3, "torch_adam": True, "adam_w_mode": False, "weight_decay": 0.01}}
-FP32_ALONE = [
-    {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True, "amsgrad": True}},
-    {"type": "SGD", "params": {"lr": 3e-3, "momentum": 0.9}},
-]
-
-
-NO_LAYER = ["lm_head", "proj", "blocks", "tiny"]
+NO_LAYER = ["lm_head", "blocks", "tiny"]
 
 
 @st.composite
@@ -146,8 +139,9 @@ def accepted_runs(draw: st.DrawFn) -> dict[str, Any]:
         drawn = {key: one_of(*[values[0]] * max(1, len(values) - 1), *values[1:]) for key, values in keys.items()}
         return {key: value for key, value in drawn.items() if value != keys[key][0]}
 
-    stage, is_llama = one_of(1, 2, 3), one_of(False, False, True)
-    has_fp8_states, guards = one_of(False, True), one_of(False, True)
+    stage, has_fp8_states = one_of(1, 2, 3), one_of(False, True)
+    optimizer = block(master=(None, "e4m19", "e4m11"), release=(False, True), seed=(0, 7))
+    optimizer |= block(release_clipping=("exact", "delayed_norm"))
     fp8 = {
         "linear": {
             "recipe": one_of("tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"),
@@ -161,54 +155,34 @@ def accepted_runs(draw: st.DrawFn) -> dict[str, Any]:
             ),
         },
         "zero": block(reduce_scatter=("bf16", "fp8")),
-        "optimizer": block(
-            states=("fp32", "fp8") if has_fp8_states else ("fp32",),
-            master=(None, "e4m19", "e4m11") if has_fp8_states else (None,),
-            release=(False, True) if has_fp8_states else (False,),
-            release_clipping=("exact", "delayed_norm"),
-            seed=(0, 7) if has_fp8_states else (0,),
-        ),
-        "activations": block(fused=(False, True), nonlinear=("bf16", "fp8")) if is_llama else {},
-        "schedule": block(
-            bf16_until_step=(0, 1, 3),
-            bf16_last_fraction=(0.0, 0.5),
-            layers=({}, {"layers.1" if is_llama else "blocks.1": "bf16"}),
-        ),
-        "guard": {"action": one_of("report", "bf16")} if guards else {},
+        "optimizer": {**optimizer, "states": "fp8"} if has_fp8_states else {},
+        "schedule": block(bf16_until_step=(0, 1, 3), bf16_last_fraction=(0.0, 0.5), layers=({}, {"blocks.1": "bf16"})),
+        "guard": one_of({}, {"action": "report"}, {"action": "bf16"}),
         "monitor": block(every=(0, 1, 2)),
     }
-    if has_fp8_states:
-        fp8["optimizer"]["states"] = "fp8"
     if "bf16_last_fraction" in fp8["schedule"]:
         fp8["schedule"]["total_steps"] = 4
     try:
         Fp8Config.from_block({"enabled": True, **fp8}).validate_with({"zero_optimization": {"stage": stage}})
     except ConfigError:
         assume(False)
+    zero = block(overlap_comm=(False, True), round_robin_gradients=(False, True))
+    zero |= block(stage3_param_persistence_threshold=(0, 100, 10**6))
     overrides: dict[str, Any] = {
-        "zero_allow_untested_optimizer": True,
         "gradient_accumulation_steps": one_of(1, 1, 2),
         "gradient_clipping": one_of(0.0, 1.0, 1.0),
-        "optimizer": one_of(ADAMW, ADAMW, ADAM, *([] if has_fp8_states else FP32_ALONE)),
-        "zero_optimization": block(
-            overlap_comm=(False, True),
-            contiguous_gradients=(True,) if has_fp8_states else (True, False),
-            round_robin_gradients=(False, True),
-            stage3_param_persistence_threshold=(0, 100, 10**6),
-        ),
+        "optimizer": one_of(ADAMW, ADAMW, ADAM),
+        "zero_optimization": zero,
+        "bf16": {"enabled": True, "check_grad_overflow": one_of(True, True, False)},
     }
     if one_of(False, True):
         overrides["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 3e-3}}
-    if one_of(False, False, True):
-        overrides["bf16"] = {"enabled": True, "check_grad_overflow": False}
     model = block(bias=(True, False), hidden=(72, 80, 33), tiny=(False, True), frozen=("", "embedding", "blocks.0"))
-    model |= block(checkpointing=("", "reentrant", "other"))
     return {
         "stage": stage,
         "fp8": {key: value for key, value in fp8.items() if value},
         "overrides": overrides,
-        "model": None if is_llama else {"width": 32, "num_blocks": 2, "hidden": 72, **model},
-        "num_groups": one_of(1, 1, 2),
+        "model": {"width": 32, "num_blocks": 2, "hidden": 72, **model, **block(checkpointing=("", "reentrant"))},
         "world_size": one_of(2, 2, 1, 3),
         "num_steps": one_of(2, 2, 2, 1, 3, 0),
     }
@@ -216,41 +190,20 @@ def accepted_runs(draw: st.DrawFn) -> dict[str, Any]:
 
 @patch.multiple("fp8_ds.monitor.guard", UNDERFLOW=0.001)  # guards act
 def resumes(case: dict[str, Any], folder: str) -> str:
-    """Why the configuration is refused where it meets the model; empty if it trains. Then a run that is saved after two
-    steps and loaded into another engine ends as one that goes on: every loss and every bit of its states."""
-    import deepspeed
-    from support.models import Llama
-
+    """Why the configuration is refused where it meets the model; empty if it trains. Then a run that is saved and
+    loaded into another engine ends as one that goes on: every loss and every bit of its states."""
     from fp8_ds.errors import ConfigError, UnsupportedError
 
     def build(seed: int) -> Any:
-        torch.manual_seed(seed)
-        net = Llama() if case["model"] is None else training.TinyLM(**case["model"])
-        params = [p for p in net.parameters() if p.requires_grad]
-        groups: Any = params
-        if case["num_groups"] == 2:
-            groups = [{"params": [p for p in params if (p.dim() > 1) == is_matrix]} for is_matrix in (True, False)]
-            groups[1]["weight_decay"] = 0.0
         config = training.ds_config(case["stage"], case["fp8"], **case["overrides"])
         config["csv_monitor"] = {"enabled": True, "output_path": folder, "job_name": str(seed)}
-        return deepspeed.initialize(model=net, model_parameters=groups, config=config)[0]
+        return training.build(config, case["model"], seed)
 
-    def as_bytes(x: Tensor) -> bytes:  # padding may hold NaN
-        return x.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes() if x.numel() else b""
-
-    def end(engine: Any) -> dict[str, bytes]:
+    def end(engine: Any) -> tuple[list[float], dict[str, Tensor]]:
         losses = training.train(engine, 2, first_step=case["num_steps"])
-        found: dict[str, Any] = {"losses": losses, "skipped": engine.skipped_steps}
-        if engine.fp8 is not None:
-            shards = engine.optimizer._fp8_shards.weights if case["stage"] == 3 else []
-            found["shards"] = {w.payload.name: (w.shard.view(torch.uint8), w.payload.scale_inv) for w in shards}
-            found["weights"] = engine.module.state_dict() if case["stage"] < 3 else None
-            found["history"] = None if engine.fp8.history is None else engine.fp8.history.state_dict()
-        found["states"] = engine.optimizer.state_dict()  # masters, moments and step counts of this rank
-        leaves = [(keystr(path), leaf) for path, leaf in tree_leaves_with_path(found)]
-        kept = {n: as_bytes(torch.as_tensor(x)) for n, x in leaves if isinstance(x, Tensor | int | float)}
+        found = losses, base.snapshot(engine)
         training.destroy(engine)
-        return kept
+        return found
 
     try:
         first = build(0)
@@ -258,13 +211,12 @@ def resumes(case: dict[str, Any], folder: str) -> str:
         return str(error)
     training.train(first, case["num_steps"])
     first.save_checkpoint(folder)
-    expected = end(first)
+    losses, states = end(first)
     second = build(1)
     second.load_checkpoint(folder)
     found = end(second)
-    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
-    different = [name for name, value in expected.items() if value != found[name]]
-    assert not different, different
+    assert found[0] == losses
+    base.assert_same(found[1], states)
     return ""
 
 
@@ -275,12 +227,12 @@ def test_a_run_without_any_layer_in_fp8_resumes_bit_for_bit(
     """With split masters its load crashed in stage 3: a list of no weights became a tensor of floats."""
     fp8 = {"linear": {"filter_fqns": NO_LAYER}, "optimizer": {"states": "fp8", "master": master}}
     model = {"width": 32, "num_blocks": 2, "hidden": 72}
-    case = {"stage": stage, "fp8": fp8, "overrides": {}, "model": model, "num_groups": 1, "num_steps": 2}
+    case = {"stage": stage, "fp8": fp8, "overrides": {}, "model": model, "num_steps": 2}
     assert ranks(2).run(resumes, case, str(tmp_path)) == ["", ""]
 
 
-@pytest.mark.slow
-def test_any_configuration_that_is_accepted_resumes_bit_for_bit(ranks: Any) -> None:
+@pytest.mark.parametrize("num", [6, pytest.param(250, marks=pytest.mark.slow)])
+def test_any_configuration_that_is_accepted_resumes_bit_for_bit(ranks: Any, num: int) -> None:
     num_resumed = 0
 
     def claim(case: dict[str, Any]) -> None:
@@ -288,5 +240,5 @@ def test_any_configuration_that_is_accepted_resumes_bit_for_bit(ranks: Any) -> N
         with tempfile.TemporaryDirectory() as folder:
             num_resumed += not any(ranks(case["world_size"]).run(resumes, case, folder))
 
-    check(250, accepted_runs(), claim)
-    assert num_resumed > 150
+    check(num, accepted_runs(), claim)
+    assert num_resumed > num // 2

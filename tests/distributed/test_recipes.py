@@ -65,71 +65,34 @@ def test_bytes_are_those_of_the_whole_master_on_any_number_of_ranks(ranks: Any, 
     assert not torch.equal(next(iter(one["first"].values()))[0], next(iter(one["last"].values()))[0])
 
 
-def losses_of(stage: int, fp8: dict[str, Any] | None, num_steps: int) -> list[float]:
+def losses_of(stage: int, fp8: dict[str, Any] | None) -> list[float]:
     engine = training.build(training.ds_config(stage, fp8), MODEL)
     if fp8 is not None:
-        recipes = [module.fp8_recipe.name for module in engine.module.modules() if hasattr(module, "fp8_recipe")]
-        assert recipes and set(recipes) == {fp8["linear"]["recipe"]}
-    losses = training.train(engine, num_steps)
+        recipes = {module.fp8_recipe.name for module in engine.module.modules() if hasattr(module, "fp8_recipe")}
+        assert recipes == {fp8["linear"]["recipe"]}
+    losses = training.train(engine, 20)
     training.destroy(engine)
     return losses
 
 
 @pytest.fixture(scope="module")
 def stock(ranks: Any) -> list[float]:
-    return ranks(2).run(losses_of, 2, None, 20)[0]
+    return ranks(2).run(losses_of, 2, None)[0]
 
 
 @pytest.mark.parametrize(
-    ("master", "recipe"), [("e4m11", "rowwise"), ("fp32", "rowwise_with_gw_hp"), ("e4m19", "blockwise")]
+    ("stage", "master", "recipe"),
+    [
+        (3, "e4m11", "tensorwise"),
+        (2, "e4m11", "rowwise"),
+        (2, "fp32", "rowwise_with_gw_hp"),
+        (2, "e4m19", "blockwise"),
+    ],
 )
 def test_every_recipe_trains_with_every_master_as_bf16_does(
-    ranks: Any, stock: list[float], recipe: str, master: str
+    ranks: Any, stock: list[float], stage: int, master: str, recipe: str
 ) -> None:
-    """20 steps; the bound is that of test_states.py for tensorwise."""
     states = {} if master == "fp32" else {"optimizer": {"states": "fp8", "master": master}}
-    ours = ranks(2).run(losses_of, 2, {"linear": {"recipe": recipe}, **states}, 20)[0]
+    ours = ranks(2).run(losses_of, stage, {"linear": {"recipe": recipe}, **states})[0]
     assert stock[-1] < 0.9 * stock[0]
     assert max(abs(a - b) / a for a, b in zip(stock, ours, strict=True)) < 0.05
-
-
-def written(stage: int, recipe: str) -> dict[str, Any]:
-    """A user writes a trained and a frozen weight; a step later the trained one is quantised from its master again."""
-    import deepspeed
-
-    fp8 = {"linear": {"recipe": recipe, "frozen": "fp8"}}
-    engine = training.build(training.ds_config(stage, fp8), {**MODEL, "frozen": "blocks.0.up.weight"})
-    weight, frozen = engine.module.blocks[0].down.weight, engine.module.blocks[0].up.weight
-    value = torch.randn(weight.ds_shape if stage == 3 else weight.shape, generator=torch.Generator().manual_seed(5))
-    value *= torch.logspace(-3, 1, value.shape[0])[:, None]
-    value = value.bfloat16()
-    context = deepspeed.zero.GatheredParameters([weight, frozen], modifier_rank=0)
-    with torch.no_grad(), context:
-        weight.copy_(value)
-        frozen.copy_(value.t().contiguous())
-    state = training.fp8_state(engine)
-    with deepspeed.zero.GatheredParameters([weight, frozen]):
-        read = weight.float().clone(), frozen.float().clone()
-    training.train(engine, 1)
-    after, masters = training.fp8_state(engine), training.full_masters(engine)
-    training.destroy(engine)
-    return {"value": value, "state": state, "read": read, "after": after, "masters": masters}
-
-
-@pytest.mark.parametrize(("stage", "recipe"), [(2, "rowwise"), (2, "blockwise"), (3, "rowwise")])
-def test_written_and_frozen_weights_have_scales_of_their_rows(ranks: Any, stage: int, recipe: str) -> None:
-    for result in ranks(2).run(written, stage, recipe):
-        down, up = "blocks.0.down.weight", "blocks.0.up.weight"
-        wanted = {down: result["value"], up: result["value"].t().contiguous()}
-        state = {name: result["state"][name] for name in wanted}
-        training.assert_fp8_equals(state, {n: expected(recipe, v.float()) for n, v in wanted.items()})
-        if stage < 3:  # readers of stage 3 get the bf16 that was written
-            from fp8_ds.nn.linear.payload import per_element
-
-            for name, read in zip((down, up), result["read"], strict=True):
-                data, scale_inv = result["state"][name]
-                true = data.view(torch.float8_e4m3fn).float() * per_element(scale_inv, data.shape)
-                assert torch.equal(read, true.bfloat16().float())
-        after = result["after"]
-        training.assert_fp8_equals({down: after[down]}, {down: expected(recipe, result["masters"][down])})
-        training.assert_fp8_equals({up: after[up]}, {up: result["state"][up]})

@@ -37,7 +37,7 @@ def steps(stage: int, fp8: dict[str, Any], accumulation: int) -> tuple[list[floa
 SPLIT = {"optimizer": {"states": "fp8", "master": "e4m19"}}
 
 
-@pytest.mark.parametrize(("fp8", "accumulation"), [({}, 1), ({}, 2), (SPLIT, 2)])
+@pytest.mark.parametrize(("fp8", "accumulation"), [({}, 2), (SPLIT, 1)])
 def test_stage_3_steps_as_stage_2_does(ranks: Any, fp8: dict[str, Any], accumulation: int) -> None:
     (norms, masters), _ = ranks(2).run(steps, 3, fp8, accumulation)
     (other_norms, other_masters), _ = ranks(2).run(steps, 2, fp8, accumulation)
@@ -77,8 +77,7 @@ def trained(stage: int, fp8: dict[str, Any]) -> tuple[list[float], dict[str, tor
     return found
 
 
-@pytest.mark.parametrize("fp8", [{}, SPLIT], ids=["fp32", "e4m19"])
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(("stage", "fp8"), [(2, SPLIT), (3, {}), (3, SPLIT)])
 def test_a_run_without_any_repair_has_the_same_bits(ranks: Any, stage: int, fp8: dict[str, Any]) -> None:
     ours = ranks(2).run(trained, stage, fp8)
     own = ranks(2).run(trained, stage, fp8 | {"without_deepspeed_fixes": list(DEEPSPEED_FIXES)})

@@ -1,26 +1,19 @@
-"""What ZeRO-3 prefetches is there in time and does no harm, and gradients come where DeepSpeed adds them up. What comes
-of collectives: tests/unit/comm."""
+"""What ZeRO-3 prefetches is there in time and does no harm. What comes of collectives: tests/unit/comm."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import training
-from packaging.version import Version
 from support.ranks import on_ranks
 from torch import Tensor, nn
 
 from fp8_ds.comm import collectives
-from fp8_ds.comm.reduce_scatter import reduce_scatter_shares
-from fp8_ds.engine import deepspeed_fixes
-from fp8_ds.engine.deepspeed_fixes import gradient_buffer
-from fp8_ds.testing import assert_bitwise
 
 pytestmark = pytest.mark.distributed
 
@@ -43,9 +36,7 @@ class Block(nn.Module):
         return x + h
 
 
-def build(
-    fp8: dict[str, Any] | None, norms_between: bool = False, num_blocks: int = NUM_BLOCKS, **zero_keys: Any
-) -> Any:
+def build(fp8: dict[str, Any] | None, num_blocks: int = NUM_BLOCKS, accumulation: int = 1, **zero_keys: Any) -> Any:
     import deepspeed
 
     import fp8_ds  # noqa: F401
@@ -58,32 +49,27 @@ def build(
     torch.manual_seed(0)
     net = training.TinyLM(num_blocks=0)
     net.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
-    if norms_between:
-        net.blocks = nn.ModuleList(part for block in net.blocks for part in (block, nn.LayerNorm(64)))
-    config = training.ds_config(3, fp8, zero_optimization=zero)
+    config = training.ds_config(3, fp8, zero_optimization=zero, gradient_accumulation_steps=accumulation)
     return deepspeed.initialize(model=net, config=config, model_parameters=net.parameters())[0]
 
 
 def losses_of_a_trace_that_breaks(
-    fp8: dict[str, Any], num_prefetched: int, min_bytes: int = collectives.MIN_BYTES
+    fp8: dict[str, Any], num_prefetched: int, min_bytes: int = collectives.MIN_BYTES, accumulation: int = 1
 ) -> list[float]:
-    """Steps with all blocks, then some that go on after the first one with the third, then with all again."""
+    """Micro-batches with all blocks, then some that go on after the first one with the third, then with all again."""
+    keys = {"stage3_prefetch_bucket_size": num_prefetched, "stage3_max_reuse_distance": 0}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "MIN_BYTES", min_bytes)
-        return _losses_of_a_trace_that_breaks(fp8, num_prefetched)
-
-
-def _losses_of_a_trace_that_breaks(fp8: dict[str, Any], num_prefetched: int) -> list[float]:
-    engine = build(fp8, stage3_prefetch_bucket_size=num_prefetched, stage3_max_reuse_distance=0)
-    in_use: dict[str, Any] = engine.module.blocks._modules
-    everything, losses = dict(in_use), []
-    for step in range(9):
-        in_use.clear()
-        in_use.update({name: block for name, block in everything.items() if step // 3 != 1 or name != "1"})
-        loss = engine(training.micro_batches(step, 1)[0])
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss))
+        engine = build(fp8, accumulation=accumulation, **keys)
+        in_use: dict[str, Any] = engine.module.blocks._modules
+        everything, losses = dict(in_use), []
+        for step in range(9):
+            in_use.clear()
+            in_use.update({name: block for name, block in everything.items() if step // 3 != 1 or name != "1"})
+            loss = engine(training.micro_batches(step, 1)[0])
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss))
     training.destroy(engine)
     return losses
 
@@ -103,8 +89,12 @@ def test_steps_have_the_same_bits_with_weights_and_gradients_sent_each_by_itself
     ranks: Any, fp8: dict[str, Any]
 ) -> None:
     a_block = 4 * 64 * 64
-    each, together = (ranks(2).run(losses_of_a_trace_that_breaks, fp8, a_block, *least) for least in ((0,), ()))
-    assert each == together
+    for accumulation in (1, 2):  # the first of a step come where they are added up
+        each, together = (
+            ranks(2).run(losses_of_a_trace_that_breaks, fp8, a_block, least, accumulation)
+            for least in (0, collectives.MIN_BYTES)
+        )
+        assert each == together
 
 
 @contextmanager
@@ -150,72 +140,3 @@ def blocks_that_are_late(**keys: int) -> list[bool]:
 def test_every_leaf_is_prefetched_where_nobody_has_set_a_bound_on_live_weights() -> None:
     assert blocks_that_are_late() == [False] * 16
     assert any(blocks_that_are_late(stage3_max_live_parameters=1))
-
-
-def losses_after_a_skipped_step(num_prefetched: int) -> list[float]:
-    """Of blocks with norms between. What persists is released by a skipped step, and fetched with its block after."""
-    keys = {"stage3_prefetch_bucket_size": num_prefetched, "stage3_max_reuse_distance": 0}
-    engine = build({}, norms_between=True, num_blocks=6, **keys)
-    losses = []
-    for step in range(6):
-        loss = engine(training.micro_batches(step, 1)[0])
-        engine.backward(loss * float("inf") if step == 4 else loss)
-        engine.step()
-        losses.append(float(loss))
-    assert engine.skipped_steps == 1
-    training.destroy(engine)
-    return losses
-
-
-@pytest.mark.skipif(
-    Version(version("deepspeed")) < Version("0.19.1"), reason="this DeepSpeed's stage 3 looks for no overflow in bf16"
-)
-def test_a_block_that_is_on_its_way_again_when_another_of_its_first_fetch_is_waited_for_is_waited_for_too(
-    ranks: Any,
-) -> None:
-    """The embedding and the first two blocks are fetched together. Two more fetches later all of the forward is asked
-    for, and between the blocks the first one, but for its norm, for its backward."""
-    with_prefetch, without = (ranks(2).run(losses_after_a_skipped_step, num)[0] for num in (34_000, 0))
-    assert with_prefetch == without
-
-
-# --- gradients ---
-
-
-def accumulated(fp8: dict[str, Any], patched: dict[str, Any]) -> tuple[list[set[bool]], dict[str, torch.Tensor]]:
-    """By micro-batch, whether shares of the blocks' gradients come in the place where DeepSpeed adds them up; and
-    masters after three steps of two micro-batches."""
-    engine = training.build(training.ds_config(3, fp8, gradient_accumulation_steps=2))
-    kind, found = type(engine.optimizer), []
-    stock = kind.partition_grads
-
-    def partition_grads(self: Any, params: list[Any], shares: list[torch.Tensor]) -> list[torch.Tensor]:
-        places = [gradient_buffer(self, p) for p in params]
-        if len(params) > 1:
-            found.append({a.data_ptr() == b.data_ptr() for a, b in zip(places, shares, strict=True)})
-        return stock(self, params, shares)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "MIN_BYTES", 0)
-        patch.setattr(kind, "partition_grads", partition_grads)
-        for name, value in patched.items():
-            patch.setattr(deepspeed_fixes, name, value)
-        training.train(engine, 3)
-    masters = training.full_masters(engine)
-    training.destroy(engine)
-    return found, masters
-
-
-def without_places(tensors: Any, group: Any, places: Any) -> list[torch.Tensor]:
-    return reduce_scatter_shares(tensors, group)
-
-
-@pytest.mark.parametrize("fp8", [{}, {"optimizer": {"states": "fp8", "master": "e4m19"}}], ids=["fp32", "e4m19"])
-def test_the_first_gradients_of_a_step_come_where_they_are_added_up(ranks: Any, fp8: dict[str, Any]) -> None:
-    copied = ranks(2).run(accumulated, fp8, {"reduce_scatter_shares": without_places})
-    for (found, masters), (found_copied, masters_copied) in zip(
-        ranks(2).run(accumulated, fp8, {}), copied, strict=True
-    ):
-        assert found == [{True}, {False}] * 3 and found_copied == [{False}] * 6
-        for name, master in masters.items():
-            assert_bitwise(master, masters_copied[name])

@@ -47,7 +47,7 @@ class _Host:
     overflow = False
     clip_grad, loss_scale, model_parallel_rank, dtype = 0.0, 1.0, 0, torch.bfloat16
 
-    def __init__(self, values: dict[str, Tensor], config: Fp8Config) -> None:
+    def __init__(self, values: dict[str, Tensor], config: Fp8Config, frozen: dict[str, Any]) -> None:
         self.group: Any = dist.group.WORLD
         self.dp_process_group, self.timers = self.group, MagicMock()
         self.offloaded_states: set[Any] = set()
@@ -57,7 +57,7 @@ class _Host:
         if config.optimizer.states == "fp8":
             self.optimizer = Fp8AdamW.take_over(adam, seed=config.optimizer.seed)
         history = AmaxHistory(2, [448.0, 448.0]) if config.linear.recipe == "delayed" else None
-        weights = {name: self.params[name] for name in WEIGHTS}
+        weights = {name: self.params[name] for name in WEIGHTS} | frozen
         plan: Any = None
         self.fp8_init(Fp8Context(config, plan, weights, history))  # type: ignore[attr-defined]
 
@@ -73,6 +73,8 @@ class _Host:
 
     def _update_scale(self, overflow: bool) -> None:
         pass
+
+    offload_states = reload_states = lambda self, **keys: None
 
     def masters(self) -> dict[str, Tensor]:
         return {name: safe_get_full_fp32_param(p).clone() for name, p in self.params.items()}
@@ -251,9 +253,16 @@ class States3(Fp8StatesStage3, Host3):
     pass
 
 
-def zero_optimizer(stage: int, shapes: dict[str, tuple[int, ...]], **block: Any) -> Any:
-    """An FP8 optimizer of ZeRO-3, or of 1 and 2, over a stub; `block` is the "fp8" block. Collective."""
+def zero_optimizer(
+    stage: int, shapes: dict[str, tuple[int, ...]], frozen: dict[str, Any] | None = None, **block: Any
+) -> Any:
+    """An FP8 optimizer of ZeRO-3, or of 1 and 2, over a stub. Collective.
+
+    Args:
+        frozen: weights that do not train, by name.
+        block: the "fp8" block.
+    """
     config = Fp8Config.from_block({"enabled": True, **block})
     with_states = config.optimizer.states == "fp8"
     kinds: dict[bool, tuple[type, type]] = {False: (Zero12, Zero3), True: (States12, States3)}
-    return kinds[with_states][stage == 3](values_of(shapes), config)
+    return kinds[with_states][stage == 3](values_of(shapes), config, frozen or {})

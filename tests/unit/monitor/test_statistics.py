@@ -6,7 +6,9 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.linears import RECIPES
+from support.threads import on_threads
 from torch import Tensor, nn
 
 from fp8_ds.config import LinearConfig
@@ -188,3 +190,22 @@ def test_saturation_without_the_values_before_the_cast_is_that_of_the_largest_co
     assert from_counts(counts).saturation == 0.5
     observe_codes(codes, torch.ones(()), counts, can_saturate=False)
     assert from_counts(counts).saturation == 0.25
+
+
+def table_of_all_ranks() -> dict[str, TensorStatistics]:
+    """Of a tensor that has a NaN on rank 1 alone, and of one that has none."""
+    table = StatisticsTable(("a",), "cpu", dist.group.WORLD)
+    for kind in ("input", "weight"):
+        x, scale_inv = torch.ones(4, 4), torch.ones(())
+        if kind == "input" and dist.get_rank() == 1:
+            x[0, 0] = scale_inv = torch.tensor(math.nan)
+        observe_hp(x, table.slot(0, kind))
+        observe_codes(x.to(torch.float8_e4m3fn), scale_inv, table.slot(0, kind), can_saturate=False)
+    table.send()
+    return (table.receive() or {})["a"]
+
+
+def test_counts_are_added_up_over_ranks_and_a_nan_on_one_is_known_on_all() -> None:
+    for found in on_threads(2, table_of_all_ranks):
+        assert found["weight"] == TensorStatistics(amax=1.0, scale=1.0, saturation=0.0, underflow=0.0, num=32)
+        assert found["input"].num == 32 and math.isnan(found["input"].scale)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from support.threads import on_threads
 from support.zero_hosts import RAGGED, WEIGHTS, values_of, zero_optimizer
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.numerics.formats import E4M3
@@ -74,6 +74,19 @@ def written(stage: int, recipe: str) -> None:
 @pytest.mark.parametrize(("stage", "recipe"), [(2, "tensorwise"), (2, "rowwise"), (2, "blockwise"), (3, "rowwise")])
 def test_what_a_user_writes_holds_until_the_next_step_whatever_is_switched(stage: int, recipe: str) -> None:
     on_threads(3, written, stage, recipe)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_a_frozen_weight_in_fp8_is_what_was_written_to_it(recipe: str) -> None:
+    def frozen() -> None:
+        fixed: Any = nn.Parameter(values_of(RAGGED)["up"].bfloat16(), requires_grad=False)
+        zero_optimizer(2, RAGGED, {"fixed": fixed}, linear={"recipe": recipe, "frozen": "fp8"})
+        for value in (fixed.detach().clone(), new("up")):
+            fixed.copy_(value)
+            assert torch.equal(fixed._fp8.data.view(torch.uint8), expected(recipe, value.float())[0])
+            assert torch.equal(fixed._fp8.scale_inv, expected(recipe, value.float())[1])
+
+    on_threads(1, frozen)
 
 
 def refreshed(stage: int, recipe: str) -> None:

@@ -83,6 +83,7 @@ def freed() -> None:
     handle.wait()
     for weight in shards.weights:
         weight.leave()
+    dist.barrier()  # until then the threads' collective may hold what it has filled
     gc.collect()
     assert received and all(buffer() is None for buffer in received)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from deepspeed import utils
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from support.threads import on_threads
 from support.zero_hosts import ALIGNED, RAGGED, WEIGHTS, zero_optimizer
 from torch import Tensor
@@ -224,3 +228,24 @@ def write_a_row(stage: int, master: str, factor: float) -> None:
 @pytest.mark.parametrize(("stage", "master", "factor"), [(2, "e4m11", 1.0), (2, "e4m19", 8.0), (3, "e4m11", 8.0)])
 def test_elements_that_a_write_leaves_as_they_were_keep_their_masters(stage: int, master: str, factor: float) -> None:
     on_threads(2, write_a_row, stage, master, factor)
+
+
+TENSORS = {"optim_states": ("m", "v", "m_scale_inv", "v_scale_inv"), "hp_params": ("lo",)}
+
+
+def offloaded(stage: int, kind: str) -> None:
+    """To the meta device, which is elsewhere on a CPU, too."""
+    zero = trained(stage, RAGGED, states("e4m11"), 1)
+    shards = zero.optimizer.core.shards
+    held = [weakref.ref(getattr(shard, name).untyped_storage()) for shard in shards for name in TENSORS[kind]]
+    assert None not in [one() for one in held]
+    zero.offload_states(include=[OffloadStateTypeEnum(kind)], device=SimpleNamespace(value="meta"))
+    assert {one.value for one in zero.offloaded_states} == {kind}
+    gc.collect()
+    assert {one() for one in held} == {None}
+
+
+@pytest.mark.parametrize("kind", TENSORS)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_offload_leaves_nothing_behind(stage: int, kind: str) -> None:
+    on_threads(2, offloaded, stage, kind)
