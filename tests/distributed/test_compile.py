@@ -14,6 +14,7 @@ import compiled_and_eager as cells
 import pytest
 import torch
 import training
+from support.models import Llama
 
 pytestmark = pytest.mark.distributed
 
@@ -37,31 +38,19 @@ def build(
     zero: dict[str, Any] | None = None,
     num_layers: int = 1,
     checkpointing: bool = False,
-    attention: str = "causal",
 ) -> Any:
-    """An engine over a seeded Llama whose learning rate changes with every step.
-
-    attention: "causal" is SDPA that is never given a mask (docs/compile.md); "sdpa" is as the library has it.
-    """
+    """An engine over a seeded Llama whose learning rate changes with every step, and whose SDPA is never given a mask
+    (docs/compile.md)."""
     import deepspeed
-    from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+    from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     import fp8_ds  # noqa: F401
 
     AttentionInterface.register("causal", sdpa_attention_forward)
     torch.manual_seed(0)
-    shape = LlamaConfig(
-        vocab_size=training.VOCABULARY,
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attn_implementation=attention,
-        use_cache=False,
-    )
-    model = LlamaForCausalLM(shape)
+    sizes = {"intermediate_size": 160, "num_hidden_layers": num_layers, "max_position_embeddings": 2048}
+    model = Llama(**sizes, attn_implementation="causal", use_cache=False).model
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     schedule = {"warmup_min_lr": 1e-4, "warmup_max_lr": 3e-3, "warmup_num_steps": NUM_STEPS}
@@ -110,19 +99,16 @@ def train(engine: Any, stage: int, evaluates: bool = False, after_forward: Any =
 
 
 class Events(logging.Handler):
-    """What dynamo reports: graph breaks and recompilations, each with the place in the code."""
+    """Graph breaks that dynamo reports, each with the place in the code."""
 
     def __init__(self) -> None:
         super().__init__()
         self.breaks: list[str] = []
-        self.recompiled: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         if text.startswith("Graph break in user code"):
             self.breaks.append(text)
-        elif text.startswith("Recompiling function"):
-            self.recompiled.append(text)
 
     def ours(self) -> list[str]:
         """The graph breaks under a frame of this package; what runs the ranks, and the engine, are above them all."""
@@ -141,8 +127,8 @@ def observed() -> Iterator[Events]:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     events = Events()
-    torch._logging.set_logs(graph_breaks=True, recompiles=True)
-    names = [n for n in logging.root.manager.loggerDict if n.endswith(("__graph_breaks", "__recompiles"))]
+    torch._logging.set_logs(graph_breaks=True)
+    names = [n for n in logging.root.manager.loggerDict if n.endswith("__graph_breaks")]
     for name in names:
         logging.getLogger(name).addHandler(events)
     try:
@@ -177,63 +163,72 @@ def released() -> Iterator[list[Any]]:
 
 
 def train_both(
-    stage: int,
-    fp8: dict[str, Any] | None,
-    backend: str,
-    evaluates: bool = False,
-    regional: bool = False,
-    **options: Any,
-) -> dict[str, Any]:
+    stage: int, fp8: dict[str, Any], is_regional: bool, evaluates: bool, **options: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """An eager and a compiled engine that are otherwise the same: losses, FP8 bytes, and what dynamo said.
 
-    `regional` compiles the decoder layers only. `kept` has for each compiled forward how many weights it released and
-    how many of these it keeps nevertheless.
+    Args:
+        is_regional: the decoder layers are compiled, one by one.
+
+    Returns:
+        Of each engine; "kept": for each forward how many weights it released and how many of these it keeps.
     """
-    result: dict[str, Any] = {"kept": []}
-    for kind in ("eager", "compiled"):
-        engine = build(stage, fp8, **options)
+    results = []
+    for is_compiled in (False, True):
+        engine, kept = build(stage, fp8, **options), []
         with observed() as events, released() as references:
 
-            def look(references: list[Any] = references) -> None:
-                result["kept"].append((len(references), sum(not one.expired() for one in references)))
+            def look(references: list[Any] = references, kept: list[Any] = kept) -> None:
+                kept.append((len(references), sum(not one.expired() for one in references)))
                 references.clear()
 
-            if kind == "compiled" and regional:
-                for layer in engine.module.model.layers:
-                    layer.compile(backend=backend)
-            elif kind == "compiled":
-                engine.compile(backend=backend)
-            losses = train(engine, stage, evaluates, look if kind == "compiled" else None)
+            for layer in engine.module.model.layers if is_compiled and is_regional else ():
+                layer.compile(backend="aot_eager")
+            if is_compiled and not is_regional:
+                engine.compile(backend="aot_eager")
+            losses = train(engine, stage, evaluates, look)
             graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        result[kind] = {"losses": losses, "state": {} if fp8 is None else training.fp8_state(engine)}
+        found = {"losses": losses, "state": training.fp8_state(engine), "kept": kept}
+        results.append(found | {"graphs": graphs, "breaks": len(events.breaks), "ours": events.ours()})
         training.destroy(engine)
-    breaks, recompiled = len(events.breaks), len(events.recompiled)
-    return result | {"graphs": graphs, "breaks": breaks, "recompiled": recompiled, "ours": events.ours()}
+    return results[0], results[1]
 
 
-def assert_same_bits(result: dict[str, Any]) -> None:
-    eager, compiled = result["eager"], result["compiled"]
-    assert compiled["losses"] == eager["losses"]
-    training.assert_fp8_equals(compiled["state"], eager["state"])
-
-
-def test_model_is_one_graph_and_delayed_scaling_makes_it_two(ranks: Any) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "stage", "fp8", "zero", "checkpointing", "is_regional"),
+    [
+        (1, 2, DELAYED, {}, False, False),
+        (2, 3, {}, LEAF | FREES_AT_ONCE, False, False),
+        pytest.param(2, 1, STATES | DELAYED, {}, True, False, marks=pytest.mark.slow),
+        pytest.param(2, 2, RELEASE, {}, False, True, marks=pytest.mark.slow),
+        pytest.param(2, 3, DELAYED, FREES_AT_ONCE, True, False, marks=pytest.mark.slow),
+        pytest.param(2, 3, RELEASE, LEAF | FREES_AT_ONCE, False, False, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_compiled_trains_to_the_bits_of_eager(
+    ranks: Any,
+    num_ranks: int,
+    stage: int,
+    fp8: dict[str, Any],
+    zero: dict[str, Any],
+    checkpointing: bool,
+    is_regional: bool,
+) -> None:
+    """There is no graph break of ours, and a compiled forward keeps no weight that ZeRO-3 has released."""
     pytest.importorskip("transformers")
-    for result in ranks(1).run(train_both, 2, DELAYED, "aot_eager"):
-        assert_same_bits(result)
-        # Before the first update of the histories and after it. Learning rate, weights and counters are in no guard.
-        assert result["graphs"] == 2 and result["ours"] == []
-        losses = result["eager"]["losses"]
-        assert losses[3] > losses[2] + 0.03  # the write is felt
-
-
-def test_stage_3_has_no_break_of_ours_and_a_compiled_forward_keeps_no_weight(ranks: Any) -> None:
-    pytest.importorskip("transformers")
-    for result in ranks(2).run(train_both, 3, {}, "aot_eager", zero=LEAF | FREES_AT_ONCE):
-        assert_same_bits(result)
-        assert result["breaks"] > 0 and result["ours"] == []
-        assert len(result["kept"]) == NUM_STEPS
-        assert all(num_released >= 7 and num_kept == 0 for num_released, num_kept in result["kept"])
+    options = {"zero": zero, "checkpointing": checkpointing, "num_layers": 2 if checkpointing or is_regional else 1}
+    for eager, compiled in ranks(num_ranks).run(train_both, stage, fp8, is_regional, checkpointing, **options):
+        assert compiled["losses"] == eager["losses"]
+        training.assert_fp8_equals(compiled["state"], eager["state"])
+        assert checkpointing or compiled["losses"][3] > compiled["losses"][2] + 0.03  # the write is felt
+        assert compiled["ours"] == [] and all(num_kept == 0 for _, num_kept in compiled["kept"])
+        if stage == 3:
+            assert compiled["breaks"] > 0 and all(num_released > 0 for num_released, _ in compiled["kept"])
+        elif not checkpointing:
+            # With delayed scales before the first update of the histories and after it; layers share a graph. Learning
+            # rate, weights and counters are in no guard.
+            assert compiled["graphs"] == (2 if fp8 == DELAYED else 1)
 
 
 def losses_with_and_without_leaves(fp8: dict[str, Any], num_layers: int) -> list[list[float]]:
@@ -252,56 +247,12 @@ def test_leaves_of_zero_3_change_no_bit(ranks: Any) -> None:
         assert plain == with_leaves == recommended and len(set(plain)) == NUM_STEPS
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "zero", "fp8", "checkpointing"),
-    [
-        (1, {}, STATES | DELAYED, False),
-        (2, {}, {}, True),
-        (2, {}, RELEASE, False),
-        (3, FREES_AT_ONCE, DELAYED, True),
-        (3, LEAF | FREES_AT_ONCE, STATES, False),
-        (3, LEAF | FREES_AT_ONCE, RELEASE, False),
-    ],
-    ids=str,
-)
-def test_compiled_trains_to_the_bits_of_eager(
-    ranks: Any, stage: int, zero: dict[str, Any], fp8: dict[str, Any], checkpointing: bool
-) -> None:
-    pytest.importorskip("transformers")
-    options = {"num_layers": 2, "checkpointing": checkpointing, "zero": zero}
-    for result in ranks(2).run(train_both, stage, fp8, "aot_eager", True, **options):
-        assert_same_bits(result)
-        assert result["ours"] == [] and all(num_kept == 0 for _, num_kept in result["kept"])
-        if stage < 3 and not checkpointing:
-            assert result["graphs"] == (3 if "linear" in fp8 else 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 3])
-def test_layers_compiled_one_by_one_share_a_graph_and_release_gradients(ranks: Any, stage: int) -> None:
-    pytest.importorskip("transformers")
-    options = {"num_layers": 2, "zero": LEAF if stage == 3 else {}}
-    for result in ranks(2).run(train_both, stage, RELEASE, "aot_eager", regional=True, **options):
-        assert_same_bits(result)
-        assert result["ours"] == [] and (stage == 3 or result["graphs"] == 1)
-
-
-# --- inductor ---
-
-
-Cell = cells.Cell
 ON_CPU = [
-    Cell("tensorwise", "e4m11", "3 leaf", "mixtral", "compile", "evaluation"),
-    Cell("delayed", "e4m19", "1", "qwen2", "reduce-overhead", "accumulation"),
-    Cell("rowwise", "fp32", "3", "qwen2", "compile", "checkpointing"),
-    Cell("delayed", "fp32", "3 leaf", "mistral", "compile", "resume"),
-    Cell("blockwise", "e4m19", "2", "gemma", "compile", "plain"),
-    Cell("rowwise_with_gw_hp", "e4m11", "1", "llama", "reduce-overhead", "resume"),
+    cells.Cell("tensorwise", "e4m11", "3 leaf", "mixtral", "compile", "evaluation"),
+    cells.Cell("delayed", "e4m19", "1", "qwen2", "reduce-overhead", "accumulation"),
+    cells.Cell("blockwise", "e4m19", "2", "gemma", "compile", "plain"),
 ]
-"""Of tests/gpu/test_compiled_equals_eager.py.
-
-No GPT-2: torch's LayerNorm (2.13, eager, CPU) adds up its gradients in bf16 and loses up to 0.3 of them."""
+"""No GPT-2: torch's LayerNorm (2.13, eager, CPU) adds up its gradients in bf16 and loses up to 0.3 of them."""
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ for the CPU")
@@ -310,7 +261,8 @@ No GPT-2: torch's LayerNorm (2.13, eager, CPU) adds up its gradients in bf16 and
     [pytest.param(cells.FIRST, True, id=f"{cells.FIRST}, fused")]
     + [pytest.param(cell, False, id=str(cell), marks=pytest.mark.slow) for cell in ON_CPU],
 )
-def test_inductor_trains_as_eager(ranks: Any, cell: Cell, only_fused: bool) -> None:
+def test_inductor_trains_as_eager(ranks: Any, cell: cells.Cell, only_fused: bool) -> None:
+    """Cells of tests/gpu/test_compiled_equals_eager.py."""
     pytest.importorskip("transformers")
     ((losses, result),) = ranks(1).run(cells.compare, cell, only_fused)
     assert cells.exceeded(result) == [], result

@@ -6,37 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import training
-from torch import Tensor, nn
+from support.models import Llama
 
 pytestmark = pytest.mark.distributed
 
 NUM_STEPS = 10
 LEAF = {"leaf_module": {"classes": ["transformers.models.llama.modeling_llama.LlamaDecoderLayer"]}}
-
-
-class Llama(nn.Module):
-    """transformers' Llama under the interface of the training loop."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from transformers.models.llama.modeling_llama import LlamaConfig, LlamaForCausalLM
-
-        config = LlamaConfig(
-            vocab_size=training.VOCABULARY,
-            hidden_size=64,
-            intermediate_size=192,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-        )
-        self.model = LlamaForCausalLM(config)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits = self.model(input_ids=tokens[:, :-1]).logits.float()
-        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def run(

@@ -19,9 +19,7 @@ CASES: dict[tuple[int, str], dict[str, Any]] = {
     (1, "release"): {"optimizer": {"states": "fp8", "release": True}},
     (2, "fp8"): FP8_STATES,
     (3, "fp32"): {},
-    (3, "fp8"): FP8_STATES,
     (3, "reduce-scatter"): {"zero": {"reduce_scatter": "fp8"}},
-    (3, "in bf16"): {"schedule": {"bf16_until_step": 100}},
 }
 """By ZeRO stage and name, which share a process: its start takes longer than they do."""
 KNOWN: dict[tuple[int, str], Any] = {}
@@ -51,12 +49,7 @@ def steps(cpu_environment: dict[str, str]) -> dict[tuple[int, str], Any]:
 def collectives(stage: int, name: str) -> dict[str, int]:
     """Of a step of a model in one bucket: gradients and their norm, amaxes, and gathers of weights of two kinds."""
     if stage == 3:
-        gathers = 2 if name == "in bf16" else 4
-        return {
-            "all_gather": gathers,
-            "all_reduce": 2,
-            "all_to_all" if name == "reduce-scatter" else "reduce_scatter": 1,
-        }
+        return {"all_gather": 4, "all_reduce": 2, "all_to_all" if name == "reduce-scatter" else "reduce_scatter": 1}
     return {"all_gather": 2, "all_to_all": 2, "all_reduce": 4}
 
 

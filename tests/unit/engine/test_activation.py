@@ -22,62 +22,12 @@ PART = """
 def initialize(args=None, model=None, config=None, config_params=None):
     return ("stock", model, config)
 """
-
-
-@pytest.fixture
-def stub(tmp_path: Path) -> Path:
-    folder = tmp_path / "packages"
-    (folder / "deepspeed").mkdir(parents=True)
-    (folder / "deepspeed/__init__.py").write_text(STUB)
-    (folder / "deepspeed/part.py").write_text(PART)
-    return folder
-
-
-def run(code: str, *packages: Path, site_dir: Path | None = None) -> str:
-    """Standard output of `code` in a Python that sees this checkout and `packages` only; fails with its errors."""
-    start = f"import site; site.addsitedir({str(site_dir)!r})\n" if site_dir else ""
-    env = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-    if packages:  # a call of initialize needs pydantic; the stub hides the real deepspeed beside it
-        packages += (Path(pydantic.__file__).parents[1],)
-    env["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, *packages)))
-    command = [sys.executable, "-S", "-c", start + code]
-    result = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=HANG)
-    assert result.returncode == 0, result.stderr
-    return result.stdout.strip()
-
-
-CHECK = (
-    "import deepspeed\nassert hasattr(deepspeed.initialize, 'fp8_ds_original')\nprint(deepspeed.initialize(model=3))\n"
-)
-
-
-def test_importing_loads_neither_torch_nor_deepspeed_nor_any_other_package(stub: Path) -> None:
-    code = "import sys, fp8_ds\nprint([name for name in ('torch', 'deepspeed', 'pydantic') if name in sys.modules])"
-    assert run(code, stub) == "[]"
-
-
-def test_importing_works_where_deepspeed_is_not_installed() -> None:
-    code = (
-        "import fp8_ds\nassert fp8_ds.is_installed()\n"
-        "try:\n    import deepspeed\nexcept ModuleNotFoundError as error:\n    print(error)\n"
-        "fp8_ds.uninstall()\nassert not fp8_ds.is_installed()"
-    )
-    assert run(code) == "No module named 'deepspeed'"
-
-
-@pytest.mark.parametrize(
-    "code",
-    ["import fp8_ds\n" + CHECK, "import deepspeed, fp8_ds\n" + CHECK, "import deepspeed.part, fp8_ds\n" + CHECK],
-    ids=["before", "after", "after a submodule"],
-)
-def test_the_order_of_imports_does_not_matter(stub: Path, code: str) -> None:
-    assert run(code, stub) == "('stock', 3, None)"
-
-
-@pytest.mark.parametrize("first", ["", "import deepspeed\n"])
-def test_installing_twice_changes_nothing_and_one_uninstall_undoes_it(stub: Path, first: str) -> None:
-    code = f"""
-{first}import sys, fp8_ds
+FAILING = "import sys\nif not hasattr(sys, 'ready'):\n    raise ImportError('x')\n"
+CHECK = """
+import deepspeed
+assert hasattr(deepspeed.initialize, 'fp8_ds_original') and deepspeed.initialize(model=3) == ('stock', 3, None)
+"""
+TWICE = """
 before = list(sys.meta_path)
 fp8_ds.install()
 assert sys.meta_path == before
@@ -90,40 +40,69 @@ assert deepspeed.initialize is wrapped.fp8_ds_original and not fp8_ds.is_install
 fp8_ds.install()
 assert deepspeed.initialize.fp8_ds_original is wrapped.fp8_ds_original
 fp8_ds.uninstall(); fp8_ds.uninstall()
-print(deepspeed.initialize is wrapped.fp8_ds_original)
+assert deepspeed.initialize is wrapped.fp8_ds_original
 """
-    assert run(code, stub) == "True"
-
-
-def test_uninstalling_before_deepspeed_is_imported_leaves_it_stock(stub: Path) -> None:
-    code = """
+CLAIMS = {
+    "importing loads no other package": """
+import sys, fp8_ds
+assert not {'torch', 'deepspeed', 'pydantic'} & set(sys.modules)
+""",
+    "imported before deepspeed": "import fp8_ds" + CHECK,
+    "imported after deepspeed": "import deepspeed, fp8_ds" + CHECK,
+    "imported after a submodule": "import deepspeed.part, fp8_ds" + CHECK,
+    "installing twice changes nothing and one uninstall undoes it": "import sys, fp8_ds" + TWICE,
+    "the same after deepspeed": "import sys, deepspeed, fp8_ds" + TWICE,
+    "uninstalling before deepspeed is imported leaves it stock": """
 import sys
 before = list(sys.meta_path)
 import fp8_ds
 assert sys.meta_path != before
 fp8_ds.uninstall()
 import deepspeed
-print(sys.meta_path == before, hasattr(deepspeed.initialize, 'fp8_ds_original'))
-"""
-    assert run(code, stub) == "True False"
-
-
-def test_the_import_hook_leaves_no_trace(stub: Path) -> None:
-    """Looking for deepspeed does not import it (transformers and accelerate look); importing keeps its own loader."""
-    code = """
+assert sys.meta_path == before and not hasattr(deepspeed.initialize, 'fp8_ds_original')
+""",
+    # transformers and accelerate look for it
+    "looking for deepspeed does not import it, and importing keeps its own loader": """
 import sys
 before = list(sys.meta_path)
 import importlib.util, fp8_ds
 assert importlib.util.find_spec('deepspeed').name == 'deepspeed' and 'deepspeed' not in sys.modules
 import deepspeed
 assert sys.meta_path == before
-print(type(deepspeed.__loader__).__name__, type(deepspeed.__spec__.loader).__name__)
+assert {type(deepspeed.__loader__).__name__, type(deepspeed.__spec__.loader).__name__} == {'SourceFileLoader'}
+""",
+    "a failed import of deepspeed can be repeated": """
+import sys, fp8_ds
+try:
+    import deepspeed
+except ImportError:
+    sys.ready = True
 """
-    assert run(code, stub) == "SourceFileLoader SourceFileLoader"
+    + CHECK,
+}
 
 
-def test_a_failed_import_of_deepspeed_can_be_repeated(stub: Path) -> None:
-    failing = "import sys\nif not hasattr(sys, 'ready'):\n    raise ImportError('x')\n"
-    (stub / "deepspeed/__init__.py").write_text(failing + STUB)
-    code = "import sys, fp8_ds\ntry:\n    import deepspeed\nexcept ImportError:\n    sys.ready = True\n" + CHECK
-    assert run(code, stub) == "('stock', 3, None)"
+def run(code: str, *packages: Path) -> None:
+    """`code` in a Python that sees this checkout and `packages` only."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    env["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, *packages)))
+    command = [sys.executable, "-S", "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=HANG)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_beside_deepspeed(tmp_path: Path, claim: str) -> None:
+    (tmp_path / "deepspeed").mkdir(parents=True)
+    (tmp_path / "deepspeed/__init__.py").write_text(FAILING + STUB if "failed" in claim else STUB)
+    (tmp_path / "deepspeed/part.py").write_text(PART)
+    # A call of initialize needs pydantic; the stub hides the real deepspeed beside it.
+    run(CLAIMS[claim], tmp_path, Path(pydantic.__file__).parents[1])
+
+
+def test_importing_works_where_deepspeed_is_not_installed() -> None:
+    run(
+        "import fp8_ds\nassert fp8_ds.is_installed()\n"
+        "try:\n    import deepspeed\nexcept ModuleNotFoundError:\n    pass\nelse:\n    raise AssertionError\n"
+        "fp8_ds.uninstall()\nassert not fp8_ds.is_installed()"
+    )

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from fp8_ds.config import LinearConfig
@@ -16,6 +18,7 @@ from fp8_ds.engine.compat.model import DEVICE_REFUSALS, MODEL_REFUSALS, refuse_d
 from fp8_ds.errors import ConfigError, UnsupportedError
 
 GOOD: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}, "fp8": {"enabled": True}}
+WITH_CSV = GOOD | {"csv_monitor": {"enabled": True}}
 
 
 def merged(change: dict[str, Any]) -> dict[str, Any]:
@@ -43,17 +46,12 @@ def with_states(kind: str, **params: Any) -> dict[str, Any]:
 # Row -> configurations that it refuses, each merged into GOOD.
 TRIGGERS: dict[str, list[dict[str, Any]]] = {
     "zero_optimization.stage: 0": [
-        zero(stage=0),
         zero(stage="0"),
         zero(stage="auto"),
-        zero(stage=None),
-        {"zero_optimization": False},
         {"zero_optimization": None},
     ],
     "fp16.enabled: true": [{"fp16": {"enabled": True}}, {"fp16": {"enabled": "True"}}],
     "bf16.enabled: false": [
-        {"bf16": {"enabled": False}},
-        {"bf16": {"enabled": "false"}},
         {"bf16": {"enabled": "auto"}},
         {"bf16": None},
         {"bf16": {"enabled": False}, "bfloat16": {"enabled": True}},
@@ -63,10 +61,7 @@ TRIGGERS: dict[str, list[dict[str, Any]]] = {
         {"bf16": None, "bfloat16": {"enabled": True, "bf16_master_weights_and_grads": True}},
     ],
     "bf16.bf16_optimizer_states: true": [{"bf16": {"bf16_optimizer_states": True}}],
-    "zero_optimization.offload_optimizer.device": [
-        zero(offload_optimizer={"device": "cpu"}),
-        zero(offload_optimizer={"device": "nvme", "nvme_path": "/x"}),
-    ],
+    "zero_optimization.offload_optimizer.device": [zero(offload_optimizer={"device": "nvme", "nvme_path": "/x"})],
     "zero_optimization.cpu_offload: true": [zero(cpu_offload=True)],
     "zero_optimization.cpu_offload_param: true": [zero(cpu_offload_param=True)],
     "zero_optimization.offload_param.device": [zero(stage=3, offload_param={"device": "cpu"})],
@@ -74,10 +69,7 @@ TRIGGERS: dict[str, list[dict[str, Any]]] = {
         zero(stage=3, offload_optimizer={"device": "none", "super_offload": True})
     ],
     "zero_optimization.zenflow": [zero(zenflow={"topk_ratio": 0.05})],
-    "zero_optimization.zero_hpz_partition_size": [
-        zero(stage=3, zero_hpz_partition_size=2),
-        zero(stage=3, zero_hpz_partition_size="8"),
-    ],
+    "zero_optimization.zero_hpz_partition_size": [zero(stage=3, zero_hpz_partition_size="8")],
     "zero_optimization.zero_quantized_weights: true": [zero(stage=3, zero_quantized_weights=True)],
     "zero_optimization.zero_quantized_gradients: true": [zero(stage=3, zero_quantized_gradients="true")],
     "zero_optimization.zero_quantized_nontrainable_weights: true": [
@@ -96,9 +88,8 @@ TRIGGERS: dict[str, list[dict[str, Any]]] = {
     "datastates_ckpt": [{"datastates_ckpt": {"config_file": "x"}}, {"datastates_ckpt": {}}],
     "data_types.grad_accum_dtype: fp32 with stage 1": [
         {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": dtype}}
-        for dtype in ("fp32", "float32", "float", "torch.float32", torch.float32)
-    ]
-    + [{"zero_optimization": True, "data_types": {"grad_accum_dtype": "fp32"}}],
+        for dtype in ("fp32", "float32", torch.float32)
+    ],
     "zero_optimization.reduce_scatter: false with fp8.zero.reduce_scatter: fp8": [
         reducing(zero(reduce_scatter=False)),
         reducing(zero(stage=3, reduce_scatter="false")),
@@ -122,10 +113,7 @@ TRIGGERS: dict[str, list[dict[str, Any]]] = {
         # Stock refuses it there unless "reduce_scatter" is false, which FP8 reduce-scatters refuse.
         reducing({"zero_optimization": {"stage": 3}, "optimizer": {"type": "Muon"}}),
     ],
-    "optimizer.type other than Adam and AdamW with fp8.optimizer.states: fp8": [
-        with_states("Lion"),
-        with_states("OneBitAdam"),
-    ],
+    "optimizer.type other than Adam and AdamW with fp8.optimizer.states: fp8": [with_states("Lion")],
     "optimizer.params.amsgrad: true with fp8.optimizer.states: fp8": [with_states("AdamW", amsgrad=True)],
     "optimizer.params.bias_correction: false with fp8.optimizer.states: fp8": [
         with_states("Adam", bias_correction=False)
@@ -151,13 +139,12 @@ def test_every_row_has_a_configuration_that_triggers_it() -> None:
 @pytest.mark.parametrize(
     ("key", "change"), [(key, change) for key, changes in TRIGGERS.items() for change in changes], ids=str
 )
-def test_a_refused_configuration_names_its_key_and_remedy_alone(key: str, change: dict[str, Any]) -> None:
+def test_a_refused_configuration_names_its_key_alone(key: str, change: dict[str, Any]) -> None:
     row = next(row for row in REFUSALS if row.key == key)
     with pytest.raises(UnsupportedError) as caught:
         refuse_config(merged(change))
-    reasons = str(caught.value).splitlines()[1:]
-    assert f"  {row.key}: {row.reason}. {row.remedy}" in reasons
-    assert len(reasons) == 1, reasons
+    (reason,) = str(caught.value).splitlines()[1:]
+    assert reason.startswith(f"  {row.key}: ")
 
 
 AUTO = {
@@ -215,46 +202,41 @@ def test_stage_is_read_as_deepspeed_reads_it(value: Any) -> None:
     assert zero_stage({"zero_optimization": stage}) == 1
 
 
-def test_experts_are_refused_by_the_model() -> None:
+class Pipeline(PipelineModule):  # type: ignore[misc]
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
+
+def with_experts() -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     refuse_model(model, LinearConfig())
     model[1].weight.allreduce = False  # type: ignore[assignment]
-    with pytest.raises(UnsupportedError, match=r"expert-parallel.*got 1\.weight.*Turn \"fp8\.enabled\" off"):
-        refuse_model(model, LinearConfig())
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "config", "said"),
+    [
+        (with_experts, {}, r"expert-parallel.*got 1\.weight"),
+        (lambda: DualPipeVModule.__new__(DualPipeVModule), {}, "DualPipeVModule"),
+        # A stage does not know the ends, nor a layer by its place from the last.
+        (Pipeline, {"num_layers_at_end_in_bf16": 1}, "PipelineModule.*got 0 and 1"),
+        (Pipeline, {"filter_fqns": ("lm_head", "23.-1", "layers.-1.mlp")}, r"got '23\.-1', 'layers\.-1\.mlp'"),
+    ],
+)
+def test_a_model_that_cannot_be_in_fp8_is_refused(build: Any, config: dict[str, Any], said: str) -> None:
+    with pytest.raises(UnsupportedError, match=said):
+        refuse_model(build(), LinearConfig(**config))
+    refuse_model(Pipeline(), LinearConfig(filter_fqns=("lm_head", "23.mlp")))
 
 
 def test_a_pipeline_that_autotp_splits_is_refused() -> None:
-    pytest.importorskip("deepspeed")
-    from deepspeed.runtime.pipe.module import PipelineModule
-
     from fp8_ds.engine.engine import Fp8PipelineEngine
 
     engine = Fp8PipelineEngine.__new__(Fp8PipelineEngine)
     vars(engine).update(autotp_size=lambda: 2, zero_optimization_stage=lambda: 1)
-    with pytest.raises(UnsupportedError, match=r"a PipelineModule that AutoTP splits, got 2 ranks"):
+    with pytest.raises(UnsupportedError, match="PipelineModule that AutoTP splits"):
         engine._configure_distributed_model(PipelineModule.__new__(PipelineModule))
-
-
-def test_a_pipeline_class_without_an_fp8_engine_is_refused() -> None:
-    from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
-
-    with pytest.raises(UnsupportedError, match=r"DualPipeVModule.*Use deepspeed\.pipe\.PipelineModule"):
-        refuse_model(DualPipeVModule.__new__(DualPipeVModule), LinearConfig())
-
-
-def test_a_pipeline_has_no_ends_that_a_stage_could_know() -> None:
-    from deepspeed.runtime.pipe.module import PipelineModule
-
-    class Pipeline(PipelineModule):  # type: ignore[misc]
-        def __init__(self) -> None:
-            nn.Module.__init__(self)
-
-    refuse_model(Pipeline(), LinearConfig())
-    with pytest.raises(UnsupportedError, match=r"PipelineModule.*got 0 and 1.*Set these keys to 0, and name"):
-        refuse_model(Pipeline(), LinearConfig(num_layers_at_end_in_bf16=1))
-    refuse_model(Pipeline(), LinearConfig(filter_fqns=("lm_head", "23.mlp")))
-    with pytest.raises(UnsupportedError, match=r"PipelineModule.*got '23\.-1', 'layers\.-1\.mlp': .*by the number of"):
-        refuse_model(Pipeline(), LinearConfig(filter_fqns=("lm_head", "23.-1", "layers.-1.mlp")))
 
 
 @pytest.mark.parametrize(
@@ -272,16 +254,9 @@ def test_a_gpu_that_cannot_run_the_recipe_is_refused(
 ) -> None:
     with pytest.raises(UnsupportedError) as caught:
         refuse_device(recipe, "torch", capability, cuda)
-    message = str(caught.value)
-    assert message.startswith(f"fp8.linear.recipe: {recipe} with compute capability {capability[0]}.{capability[1]}")
-    assert DEVICE_REFUSALS[row].reason in message and DEVICE_REFUSALS[row].remedy in message
-    refuse_device(recipe, "reference", capability, cuda)
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"])
-def test_hopper_and_the_cpu_run_every_recipe(recipe: str) -> None:
-    refuse_device(recipe, "torch", (9, 0), (12, 9))
-    refuse_device(recipe, "torch", None, None)
+    assert str(caught.value).startswith("fp8.linear.recipe: ") and DEVICE_REFUSALS[row].reason in str(caught.value)
+    for backend, other in (("reference", (capability, cuda)), ("torch", ((9, 0), (12, 9))), ("torch", (None, None))):
+        refuse_device(recipe, backend, *other)
 
 
 def markdown_tables() -> list[str]:
@@ -306,9 +281,10 @@ def test_the_page_shows_exactly_the_rows() -> None:
 def test_a_sink_that_cannot_be_written_is_refused_by_the_rank_that_writes(tmp_path: Path, sink: str) -> None:
     (tmp_path / "file").touch()
     path = str(tmp_path / sink)
-    with pytest.raises(ConfigError, match=f'fp8.monitor.sink: expected a path that can be written.* got "{path}" '):
-        refuse_unread_reports([path], GOOD, 0)
-    refuse_unread_reports([path], GOOD, 1)  # its host may have no such folder, and it writes nothing there
+    for sinks in ([path], ["deepspeed", path]):
+        with pytest.raises(ConfigError, match=f'fp8.monitor.sink: .* got "{path}" '):
+            refuse_unread_reports(sinks, WITH_CSV, 0)
+    refuse_unread_reports([path], WITH_CSV, 1)  # its host may have no such folder, and it writes nothing there
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
@@ -316,19 +292,11 @@ def test_a_sink_that_can_be_written_is_left_as_it_is(tmp_path: Path, monkeypatch
     (tmp_path / "old.jsonl").write_text("a line\n")
     os.mkfifo(tmp_path / "pipe")
     monkeypatch.chdir(tmp_path)
-    for sink in ("old.jsonl", "new.jsonl", "a/b/new.jsonl", "pipe", "/dev/null", "/dev/full", "deepspeed"):
-        refuse_unread_reports([sink], GOOD | {"csv_monitor": {"enabled": True}}, 0)
+    refuse_unread_reports(["old.jsonl", "new.jsonl", "a/b/new.jsonl", "pipe", "/dev/null", "deepspeed"], WITH_CSV, 0)
     assert (tmp_path / "old.jsonl").read_text() == "a line\n"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["old.jsonl", "pipe"]
-
-
-def test_each_of_several_sinks_must_take_reports(tmp_path: Path) -> None:
-    path, with_csv = str(tmp_path / "health.jsonl"), GOOD | {"csv_monitor": {"enabled": True}}
-    refuse_unread_reports(["deepspeed", path], with_csv, 0)
     with pytest.raises(ConfigError, match='got "deepspeed" and none of these'):
-        refuse_unread_reports([path, "deepspeed"], GOOD, 0)
-    with pytest.raises(ConfigError, match=f'expected a path that can be written.* got "{tmp_path}" '):
-        refuse_unread_reports(["deepspeed", str(tmp_path)], with_csv, 0)
+        refuse_unread_reports(["new.jsonl", "deepspeed"], GOOD, 0)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
-from fp8_ds.config.ds_config import parsed
+from fp8_ds.config.ds_config import linear_in_training, parsed
 from fp8_ds.engine import initialize as starting
 from fp8_ds.engine.initialize import refuse_misplaced_block
 from fp8_ds.errors import ConfigError
@@ -91,6 +92,21 @@ def test_a_configuration_is_left_as_it_was() -> None:
 def test_a_block_that_was_meant_as_fp8_is_named(key: str, remedy: str | None) -> None:
     said = f"{key}: expected a key that DeepSpeed reads, got one that it passes over in silence. {remedy}"
     assert starting.other_blocks({"bf16": {}, key: {}}) == ([said] if remedy else [])
+
+
+@pytest.mark.parametrize(("stage", "is_first", "is_zero3s"), [(2, True, False), (3, True, True), (3, False, False)])
+def test_zero_3_puts_its_own_linear_over_a_patch_once_in_a_process(
+    monkeypatch: pytest.MonkeyPatch, stage: int, is_first: bool, is_zero3s: bool
+) -> None:
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Zero3
+
+    monkeypatch.setattr(Zero3, "linear_bk", torch.nn.functional.linear, raising=False)
+    if is_first:
+        monkeypatch.delattr(Zero3, "linear_bk")
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: None)
+    found = linear_in_training({"zero_optimization": {"stage": stage}})
+    assert found is (zero3_linear_wrap if is_zero3s else torch.nn.functional.linear)
 
 
 ON = {"enabled": True}

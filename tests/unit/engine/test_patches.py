@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, cast
 
@@ -37,16 +38,11 @@ class Exporting(Fp8ZeroStage12):
     def __init__(self, log: list[str]) -> None:
         self.log = log
 
+    @contextmanager
     def fp8_export(self, wanted: bool, on_device: bool = False) -> Any:
-        from contextlib import contextmanager
-
-        @contextmanager
-        def manager() -> Any:
-            self.log.append("export")
-            yield
-            self.log.append("done")
-
-        return manager()
+        self.log.append("export")
+        yield
+        self.log.append("done")
 
 
 def engine(log: list[str], autotp_size: int = 0) -> Any:
@@ -74,7 +70,7 @@ def test_a_rank_s_part_is_not_exported_as_if_it_were_whole(host: Any) -> None:
     cut = engine(log)
     ColumnParallelLinear.from_full(cut.module, cast(Any, SimpleNamespace(size=2, rank=0)))
     for one, how in ((engine(log, 2), r"autotp_size 2"), (cut, r"fp8_ds\.tp\.parallelize has sharded")):
-        with pytest.raises(UnsupportedError, match=f"Accelerator.get_state_dict: expected a whole model, got .*{how}"):
+        with pytest.raises(UnsupportedError, match=f"Accelerator.get_state_dict: .*{how}"):
             host.Accelerator().get_state_dict(one)
     assert not log
     host.Accelerator.deepspeed_config = {"tensor_parallel": {"autotp_size": 2}}
@@ -83,7 +79,7 @@ def test_a_rank_s_part_is_not_exported_as_if_it_were_whole(host: Any) -> None:
 
 def test_another_accelerate_is_refused(host: Any) -> None:
     host.Accelerator.get_state_dict = lambda self, engine: None
-    with pytest.raises(SeamError, match=r"expected accelerate\.Accelerator"):
+    with pytest.raises(SeamError, match=r"accelerate\.Accelerator"):
         patch_accelerate()
 
 

@@ -44,27 +44,14 @@ def test_the_installed_version_passes_in_silence() -> None:
         seam_check.check_seams()
 
 
-def test_a_missing_symbol_is_refused_by_name_with_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(f"{S12}.all_gather_dp_groups")
-    with pytest.raises(SeamError) as caught:
+@pytest.mark.parametrize(
+    ("name", "module"), [("DeepSpeedZeroOptimizer.no_such_step", S12), ("f", "deepspeed.no_such_module")]
+)
+def test_a_missing_symbol_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, name: str, module: str) -> None:
+    row = seams.Seam(module, name, ("self",), "override", "x")
+    monkeypatch.setattr(seams, "SEAMS", (*seams.SEAMS, row))
+    with pytest.raises(SeamError, match=row.path):
         seam_check.check_seams()
-    message = str(caught.value)
-    assert f"{S12}.all_gather_dp_groups" in message
-    assert f"got DeepSpeed {seams.installed_version()}" in message
-    assert all(version in message for version in seams.TESTED_VERSIONS)
-    assert "Install a tested version" in message
-
-
-def test_a_missing_method_and_a_missing_module_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = (
-        seams.Seam(S12, "DeepSpeedZeroOptimizer.no_such_step", ("self",), "override", "x"),
-        seams.Seam("deepspeed.no_such_module", "f", (), "rely", "x"),
-    )
-    known = seams.SEAMS
-    for row in rows:
-        monkeypatch.setattr(seams, "SEAMS", (*known, row))
-        with pytest.raises(SeamError, match=row.path):
-            seam_check.check_seams()
 
 
 def test_a_changed_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +60,7 @@ def test_a_changed_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     def save_checkpoint(self: Any, folder: str, tag: Any = None, client_state: Any = None) -> None: ...
 
     monkeypatch.setattr(DeepSpeedEngine, "save_checkpoint", save_checkpoint)
-    with pytest.raises(SeamError, match=r"save_checkpoint.*parameters are \('self', 'folder', 'tag', 'client_state'\)"):
+    with pytest.raises(SeamError, match=r"save_checkpoint.*folder"):
         seam_check.check_seams()
 
 
@@ -84,13 +71,9 @@ def test_a_changed_body_is_one_warning_that_names_it(monkeypatch: pytest.MonkeyP
         self.changed = timer_names
 
     monkeypatch.setattr(DeepSpeedZeroOptimizer_Stage3, "_post_step", _post_step)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with pytest.warns(match=r"stage3\.DeepSpeedZeroOptimizer_Stage3\._post_step\.") as caught:
         seam_check.check_seams()
     assert len(caught) == 1
-    message = str(caught[0].message)
-    assert "stage3.DeepSpeedZeroOptimizer_Stage3._post_step." in message
-    assert seams.installed_version() in message
 
 
 def test_every_row_is_checked_before_any_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,25 +101,23 @@ def test_every_row_is_checked_before_any_is_applied(monkeypatch: pytest.MonkeyPa
     assert (list(RECORD.patches), stage_1_and_2.all_gather_dp_groups, deepspeed.DeepSpeedEngine) == before
 
 
-def source_of(tmp_path: Path, name: str, text: str) -> Any:
-    path = tmp_path / f"{name}.py"
-    path.write_text(text)
-    spec = importlib.util.spec_from_file_location(name, path)
+def test_a_body_hash_ignores_comments_docstrings_and_space_and_sees_code(tmp_path: Path) -> None:
+    bodies = {
+        "one": 'def f(x):\n    """Text."""\n    y = x + 1  # why\n    return "# no comment"\n',
+        "two": 'def f(x):\n    y = x+1\n\n    return "# no comment"\n',
+        "other": 'def f(x):\n    y = x + 2\n    return "# no comment"\n',
+        "string": 'def f(x):\n    y = x + 1\n    return "# a comment"\n',
+    }
+    found = {}
+    for name, text in bodies.items():
+        (tmp_path / f"{name}.py").write_text(text)
+        found[name] = seam_check.body_hash(runpy_function(tmp_path / f"{name}.py"))
+    assert found["one"] == found["two"] and len(set(found.values())) == 3
+
+
+def runpy_function(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.f
-
-
-def test_a_body_hash_ignores_comments_docstrings_and_space_and_sees_code(tmp_path: Path) -> None:
-    one = source_of(tmp_path, "one", 'def f(x):\n    """Text."""\n    y = x + 1  # why\n    return "# no comment"\n')
-    two = source_of(tmp_path, "two", 'def f(x):\n    y = x+1\n\n    return "# no comment"\n')
-    other = source_of(tmp_path, "other", 'def f(x):\n    y = x + 2\n    return "# no comment"\n')
-    string = source_of(tmp_path, "string", 'def f(x):\n    y = x + 1\n    return "# a comment"\n')
-
-    @functools.wraps(one)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return one(*args, **kwargs)
-
-    assert seam_check.body_hash(one) == seam_check.body_hash(two) == seam_check.body_hash(wrapped)
-    assert len({seam_check.body_hash(function) for function in (one, other, string)}) == 3
+    return functools.wraps(module.f)(lambda *args, **kwargs: module.f(*args, **kwargs))
