@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from importlib import metadata
@@ -34,7 +33,10 @@ def run(*arguments: object) -> tuple[int, Any]:
 
 
 def written(tmp_path: Path, **changes: Any) -> Path:
+    """A file with the configuration and these changes; `fp8` is the block without "enabled"."""
     path = tmp_path / "ds.json"
+    if "fp8" in changes:
+        changes["fp8"] = {"enabled": True, **changes["fp8"]}
     path.write_text(json.dumps(json.loads(CONFIG.read_text()) | changes))
     return path
 
@@ -68,11 +70,7 @@ def test_the_version_is_that_of_each_part() -> None:
     from fp8_ds import __version__
 
     expected = {"fp8_ds": __version__, **{name: metadata.version(name) for name in ("torch", "deepspeed")}}
-    code, found = run("--version")
-    assert code == 0 and found == expected
-    shown = CliRunner().invoke(app, ["--version"])
-    assert shown.exit_code == 0
-    assert shown.stdout.splitlines() == [f"{name} {version}" for name, version in expected.items()]
+    assert run("--version") == (0, expected)
 
 
 @pytest.mark.usefixtures("checked_once")
@@ -122,27 +120,19 @@ def test_plan_says_of_each_matrix_what_it_is_and_why() -> None:
 
 @pytest.mark.parametrize(
     ("block", "of_linears", "of_attention"),
-    [
-        ({"attention": {"backend": "fa3_fp8"}}, 1, 1 / 3),
-        ({"attention": {"backend": "fa3"}}, 1, 0),
-        ({"linear": {"recipe": "rowwise_with_gw_hp"}}, 2 / 3, 0),
-    ],
+    [({"attention": {"backend": "fa3_fp8"}}, 1, 1 / 3), ({"linear": {"recipe": "rowwise_with_gw_hp"}}, 2 / 3, 0)],
 )
 def test_plan_counts_products_that_are_in_fp8_in_forward_or_backward_only(
     tmp_path: Path, block: dict[str, Any], of_linears: float, of_attention: float
 ) -> None:
     pytest.importorskip("transformers")
-    config = written(tmp_path, fp8={"enabled": True, **block})
-    common = ("plan", "llama-8b", "--config", config, "--seq", 32, *SMALL)
-    _, found = run(*common)
+    _, found = run("plan", "llama-8b", "--config", written(tmp_path, fp8=block), "--seq", 32, *SMALL)
     converted = 2 * sum(row["shape"][0] * row["shape"][1] for row in found["layers"] if row["in_fp8"])
     matrices, attention = sum(row["flops"] for row in found["layers"]), found["attention_flops_per_token"]
     assert attention > 0
     in_fp8 = of_linears * converted + of_attention * attention
     assert found["fp8_percent_of_flops"] == pytest.approx(100 * in_fp8 / (matrices + attention))
     assert found["fp8_percent_of_matrix_flops"] == pytest.approx(100 * of_linears * converted / matrices)
-    page = " ".join(CliRunner().invoke(app, [str(word) for word in common]).stdout.split())
-    assert ("with attention, whose forward is in FP8." in page) == (of_attention > 0)
 
 
 def test_plan_shows_what_is_no_linear_and_answers_no_where_nothing_is_in_fp8(tmp_path: Path) -> None:
@@ -151,82 +141,105 @@ def test_plan_shows_what_is_no_linear_and_answers_no_where_nothing_is_in_fp8(tmp
     assert code == 0 and found["num_fp8"] == 8
     by_name = {row["fqn"]: row for row in found["layers"]}
     assert by_name["transformer.h.0.attn.c_attn"]["shape"] == [2304, 768]  # of a weight [768, 2304]
-    config = json.loads(Path(CONFIG).read_text())
-    config["fp8"].setdefault("linear", {})["recipe"] = "rowwise"
-    (tmp_path / "rows.json").write_text(json.dumps(config))
-    code, found = run("plan", "gpt2", "--config", tmp_path / "rows.json", "--set", "n_layer=2")
+    rowwise = written(tmp_path, fp8={"linear": {"recipe": "rowwise"}})
+    code, found = run("plan", "gpt2", "--config", rowwise, "--set", "n_layer=2")
     assert code == 1 and found["num_fp8"] == 0
-    reasons = [row["reason"] for row in found["layers"]]
-    assert reasons.count("a Conv1D, which can be tensorwise or delayed") == 8
     code, found = run("plan", "mixtral-8x7b", "--config", CONFIG, *SMALL)
     experts = [row for row in found["layers"] if row["shape"][0] == 8 and len(row["shape"]) == 3]
     assert code == 0 and len(experts) == 6 and all(row["in_fp8"] for row in experts)
     assert found["num_fp8"] == found["num_layers"] - 4  # routers and the head
-    assert found["fp8_percent_of_parameters"] > 90
     numel = {row["fqn"]: row["shape"][0] * row["shape"][1] * row["shape"][2] for row in experts}
     assert all(row["flops"] == 2 * numel[row["fqn"]] // 4 for row in experts)  # a token visits 2 of 8
-    assert not found["many_experts_by_device"]
 
 
-def test_plan_and_estimate_take_a_config_json_and_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_takes_a_config_json_and_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     transformers.Qwen2Config(**shape, num_key_value_heads=2, vocab_size=50).save_pretrained(tmp_path)
     for path in (tmp_path, tmp_path / "config.json"):
         assert run("plan", path, "--config", CONFIG)[1]["num_fp8"] == 14
-    (tmp_path / "my_model.py").write_text(
-        "import torch\ndef make(): return torch.nn.Sequential(torch.nn.Linear(32, 32))"
-    )
+    source = "import torch\ndef make(): return torch.nn.Sequential(torch.nn.Linear(32, 32))"
+    (tmp_path / "my_model.py").write_text(source)
     monkeypatch.chdir(tmp_path)
     assert run("plan", "my_model:make", "--config", CONFIG)[1]["layers"][0]["fqn"] == "0"
-    code, found = run("plan", "my_model:missing", "--config", CONFIG)
-    assert code == 2 and "expected a function at my_model:missing" in found["error"]
-    code, found = run("plan", "llama-9b", "--config", CONFIG)
-    assert code == 2 and "Nothing is downloaded" in found["error"]
-    assert found["error"].endswith("save the model's configuration with save_pretrained and name its folder.")
-
-
-def test_plan_refuses_what_training_would(tmp_path: Path) -> None:
-    code, found = run("plan", "llama-8b", "--config", written(tmp_path, zero_optimization={"stage": 0}), *SMALL)
-    assert code == 2 and "zero_optimization.stage: 0" in found["error"]
-    code, found = run("plan", "llama-8b", "--config", written(tmp_path, fp8={"enabled": False}), *SMALL)
-    assert code == 2 and "Nothing would be in FP8" in found["error"]
-    for layers, code in (({"layers.1.": "bf16"}, 0), ({"layers.7.": "bf16"}, 2), ({"lm_head": "bf16"}, 2)):
-        fp8 = {"enabled": True, "schedule": {"layers": layers}}
-        answer = run("plan", "llama-8b", "--config", written(tmp_path, fp8=fp8), *SMALL)
-        assert answer[0] == code and (code == 0 or f"got '{next(iter(layers))}'" in answer[1]["error"])
-    assert run("plan", "llama-8b", "--config", tmp_path / "missing.json")[0] == 3
-    (tmp_path / "bad.json").write_text("{")
-    assert run("plan", "llama-8b", "--config", tmp_path / "bad.json")[0] == 2
-
-
-@pytest.mark.parametrize("size", [4, "4"])
-@pytest.mark.parametrize("command", ["plan", "estimate"])
-def test_what_autotp_would_cut_is_refused_and_not_shown_whole(tmp_path: Path, command: str, size: int | str) -> None:
-    """DeepSpeed reads the number in quotes, too."""
-    changes = {"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": size}}
-    common = ("llama-8b", "--world", 8, *SMALL, "--seq", 8, "--config")
-    more = ("--micro-batch", 1) if command == "estimate" else ()
-    code, found = run(command, *common, written(tmp_path, **changes), *more)
-    assert code == 2 and re.search("tensor_parallel.autotp_size: (expected 1 or none, got )?4", found["error"])
-    assert run(command, *common, written(tmp_path, **changes | {"tensor_parallel": {"autotp_size": 1}}), *more)[0] == 0
 
 
 @pytest.mark.parametrize(
-    ("arguments", "argument"),
+    ("changes", "code", "word"),
     [
-        (("plan", "llama-8b", "--config", "gone.json"), "--config"),
-        (("estimate", "llama-8b", "--config", "gone.json"), "--config"),
-        (("plan", "gone.json", "--config", CONFIG), "MODEL"),
-        (("estimate", "gone/config.json", "--config", CONFIG), "MODEL"),
-        (("doctor", "--no-probe", "--config", CONFIG, "--script", "gone.py"), "--script"),
-        (("compare", "gone.csv", "other.csv"), "RUNS"),
+        ({"zero_optimization": {"stage": 0}}, 2, "zero_optimization.stage: 0"),
+        ({"fp8": {"enabled": False}}, 2, "fp8"),
+        ({"fp8": {"schedule": {"layers": {"layers.1.": "bf16"}}}}, 0, ""),
+        ({"fp8": {"schedule": {"layers": {"layers.7.": "bf16"}}}}, 2, "layers.7."),
+        ({"fp8": {"schedule": {"layers": {"lm_head": "bf16"}}}}, 2, "lm_head"),
+        ({"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 1}}, 0, ""),
+        # DeepSpeed reads the number in quotes, too.
+        ({"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": "4"}}, 2, "autotp_size"),
+        ({"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 4}}, 2, "autotp_size"),
     ],
 )
-def test_a_missing_file_is_named_with_its_argument(arguments: tuple[object, ...], argument: str) -> None:
-    code, found = run(*arguments)
-    assert code == 3 and "gone" in found["error"]
-    assert found["error"].startswith(f"{argument}: expected a file or folder to work with, got ")
+def test_plan_refuses_what_training_would(tmp_path: Path, changes: dict[str, Any], code: int, word: str) -> None:
+    pytest.importorskip("transformers")
+    answer = run("plan", "llama-8b", "--world", 8, "--config", written(tmp_path, **changes), *SMALL, "--seq", 8)
+    assert answer[0] == code and word in answer[1].get("error", "")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_layer_that_the_schedule_keeps_in_bf16_is_not_called_fp8(tmp_path: Path, stage: int) -> None:
+    pytest.importorskip("transformers")
+    on_two_ranks = ("plan", "llama-8b", "--world", 2, *SMALL, "--config")
+    layers = {"mlp.down_proj": "bf16", "layers.0.": "fp8"}  # of both, the longer counts
+    zero = {"stage": stage}
+    (_, whole), (code, found) = (
+        run(*on_two_ranks, written(tmp_path, fp8=fp8, zero_optimization=zero))
+        for fp8 in ({}, {"schedule": {"layers": layers}})
+    )
+    assert code == 0 and (whole["num_fp8"], found["num_fp8"]) == (21, 18)
+    in_bf16 = [row["fqn"] for row in found["layers"] if not row["in_fp8"]]
+    assert in_bf16 == [*(f"model.layers.{number}.mlp.down_proj" for number in range(3)), "lm_head"]
+    assert found["fp8_percent_of_flops"] < whole["fp8_percent_of_flops"]
+    # Stages 1 and 2 gather a layer's FP8 bytes beside its bf16.
+    more = found["gathered_bytes_per_pass"] - whole["gathered_bytes_per_pass"]
+    assert more == 3 * 64 * 128 * (2 if stage == 2 else 1)
+
+
+def test_a_schedule_of_no_step_in_fp8_leaves_no_layer_in_fp8(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    never = {"bf16_until_step": 60, "bf16_last_fraction": 0.5, "total_steps": 100}
+    common = ("plan", "llama-8b", "--world", 2, *SMALL, "--config")
+    code, found = run(*common, written(tmp_path, fp8={"schedule": never}))
+    assert code == 1 and found["num_fp8"] == 0 and not found["schedule_varies"]
+    assert found["gathered_bytes_per_pass"] == 2 * found["parameters"]  # nothing is gathered in FP8 then
+    code, found = run(*common, written(tmp_path, fp8={"schedule": {**never, "layers": {"up_proj": "fp8"}}}))
+    assert code == 0 and found["num_fp8"] == 3
+
+
+def test_layers_that_are_too_small_to_gain_are_named_with_the_filter_that_leaves_them_in_bf16(tmp_path: Path) -> None:
+    """They stay in FP8; the filter that is named leaves all of them in bf16, and no other."""
+    pytest.importorskip("transformers")
+    sizes = ("hidden_size=2048", "intermediate_size=8192", "num_attention_heads=16", "num_key_value_heads=4")
+    words = [word for size in (*sizes, "num_hidden_layers=1", "vocab_size=100") for word in ("--set", size)]
+    _, found = run("plan", "llama-8b", *words, "--config", written(tmp_path, fp8={}))
+    small = [f"model.layers.0.self_attn.{name}_proj" for name in "kv"]  # 512 x 2048
+    assert found["num_fp8"] == 7 and sorted(found["small_layers"]) == small
+    filters = {"filter_fqns": found["filter_fqns_without_small_layers"]}
+    _, again = run("plan", "llama-8b", *words, "--config", written(tmp_path, fp8={"linear": filters}))
+    assert again["num_fp8"] == 5 and again["small_layers"] == []
+    assert {row["fqn"] for row in again["layers"] if not row["in_fp8"]} == {*small, "lm_head"}
+
+
+def test_attention_that_the_model_does_not_take_is_refused_on_any_machine(tmp_path: Path) -> None:
+    """What a start would say of GPT-2, whose attention has dropout; not that there is no Hopper GPU here."""
+    pytest.importorskip("transformers")
+    config = written(tmp_path, fp8={"attention": {"backend": "fa3_fp8", "hadamard": True}})
+    small = ["--set", "n_layer=1", "--set", "attn_pdrop=0"]
+    for more, key in (
+        ([], "fp8.attention.backend"),
+        (small, None),
+        ([*small, "--set", "n_embd=96", "--set", "n_head=2"], "fp8.attention.hadamard"),
+    ):
+        code, found = run("plan", "gpt2", "--config", config, *more)
+        assert code == (2 if key else 0) and (key is None or found["error"].startswith(f"{key}: "))
 
 
 # --- estimate ---
@@ -234,13 +247,12 @@ def test_a_missing_file_is_named_with_its_argument(arguments: tuple[object, ...]
 
 def test_estimate_answers_no_where_it_does_not_fit(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    fp8 = {"enabled": True, "optimizer": {"states": "fp8"}}  # on one rank without buckets, which would be 1 GB
+    fp8 = {"optimizer": {"states": "fp8"}}  # on one rank without buckets, which would be 1 GB
     config = written(tmp_path, zero_optimization={"stage": 2}, fp8=fp8)
     common = ("estimate", "llama-8b", "--config", config, "--seq", 64, "--micro-batch", 1, *ONE_LAYER)
     code, found = run(*common)
-    assert (
-        code == 0 and found["fits"] is None and found["peak"] == max(found["peak_in_backward"], found["peak_in_step"])
-    )
+    assert code == 0 and found["fits"] is None
+    assert found["peak"] == max(found["peak_in_backward"], found["peak_in_step"])
     gib = found["peak"] / 2**30
     assert run(*common, "--memory", 0.99 * gib)[0] == 1
     code, found = run(*common, "--memory", 1.01 * gib)
@@ -306,7 +318,7 @@ def test_doctor_warns_of_products_that_are_wrong(monkeypatch: pytest.MonkeyPatch
         ({}, "import fp8_ds", "yes", 0, "imports fp8_ds"),
         ({}, None, "if", 1, "trains in bf16 without a word"),
         ({"fp8": {"enabled": False}}, "import fp8_ds", "no", 1, "is false"),
-        ({"fp8": {"enabled": True, "linaer": {}}}, "import fp8_ds", "no", 1, "Did you mean"),
+        ({"fp8": {"linaer": {}}}, "import fp8_ds", "no", 1, "Did you mean"),
     ],
 )
 def test_doctor_says_whether_fp8_would_be_on(
@@ -320,13 +332,6 @@ def test_doctor_says_whether_fp8_would_be_on(
     found = run(*arguments)
     assert (found[0], found[1]["config"]["on"]) == (code, on)
     assert word in " ".join(found[1]["config"]["reasons"])
-
-
-@pytest.mark.parametrize("name", ["train.py", "gone.py"])
-def test_a_script_without_a_configuration_is_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / "train.py").write_text("import fp8_ds\n")
-    code, found = run("doctor", "--no-probe", "--script", tmp_path / name)
-    assert code == 2 and found["error"].startswith("--script: expected --config beside it")
 
 
 def test_autoload_alone_turns_it_on(tmp_path: Path, autoload_is: Any) -> None:

@@ -41,7 +41,8 @@ FILES: dict[str, str | bytes] = {
     "ours_a8.py": MODEL,
     "parses_a8.py": "import argparse\nargparse.ArgumentParser().parse_args(['--steps'])\n",
     "lacks_a8.py": "import no_such_module_a8\n",
-    "syntax.py": "import fp8_ds x\n",
+    "syntax_a8.py": "import fp8_ds x\n",
+    "divides_a8.py": "1 / 0\n",
     "good.csv": "step,loss\n1,2.0\n2,1.0\n",
     "word.csv": "step,loss\n1,abc\n2,3\n",
     "zero.csv": "step,loss\n1,0\n2,0\n",
@@ -49,10 +50,10 @@ FILES: dict[str, str | bytes] = {
     "list.jsonl": "[1, 2]\n3\n",
     "trainer_state.json": '{"log_history": 3}',
     "half.jsonl": '{"step": 1, "loss": 3.0}\n{"step": 2, "lo',
-    "deep.json": "[" * 100_000,
     "deep.jsonl": "[" * 100_000,
     "large.csv": "step,loss\n1,1e308\n2,1e308\n",
 }
+NO_CURVES = ("word.csv", "binary.csv", "list.jsonl", "half.jsonl", "deep.jsonl", "trainer_state.json")
 PATHS = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
 PLAN = ("plan", "llama-8b", "--config", "ds.json")
 ESTIMATE = ("estimate", "--config", "ds.json", "--seq", 8)
@@ -70,39 +71,34 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        ((*PLAN, "--set", "num_hidden_layers=abc"), 2, "expected the configuration of a causal language model"),
+        ((*PLAN, "--set", "num_hidden_layers=abc"), 2, "configuration"),
         ((*PLAN, "--set", "num_hidden_layer=1"), 2, "got 'num_hidden_layer'. Did you mean num_hidden_layers?"),
-        ((*PLAN, "--set", "=1"), 2, "--set: expected key=value, got '=1'"),
-        ((*PLAN, "--set", "vocab_size=0"), 2, "model: expected sizes above 0 in the configuration of llama-8b"),
-        (("plan", "ours_a8:number", "--config", "ds.json"), 2, "expected a function at ours_a8:number, got int"),
-        (("plan", "ours_a8:number", "--config", "ds.json", "--set", "a=1"), 2, "--set: expected a model with a config"),
-        (
-            ("plan", "lacks_a8:f", "--config", "ds.json"),
-            2,
-            "got No module named 'no_such_module_a8'. lacks_a8 needs it",
-        ),
-        (("plan", "gpt2", "--config", "comment.json"), 2, "line 2 column 3 (char 4) in comment.json: '// FP8'. Name a"),
-        (("plan", "gpt2", "--config", "twice.json"), 2, 'got "enabled" twice in one object in twice.json. Name'),
-        ((*ESTIMATE, "ours_a8:other_forward"), 4, "got ValueError: input: expected"),
-        (("estimate", "llama-8b", "--config", "types.json"), 2, 'data_types: expected what DeepSpeed reads, got "x"'),
-        ((*ESTIMATE, "llama-8b", "--memory", -5), 2, "--memory"),
-        (("compare", "good.csv", "fp8=gone"), 3, "RUNS: expected a file or folder to work with, got 'No such file"),
-        (("compare", "good.csv", "word.csv"), 2, "word.csv: expected steps and losses, got ValueError: could not"),
-        (("compare", "good.csv", "binary.csv"), 2, "binary.csv: expected steps and losses, got Unicode"),
-        (("compare", "good.csv", "list.jsonl"), 2, "list.jsonl: expected steps and losses, got ValueError: [1, 2] w"),
-        (("compare", "good.csv", "trainer_state.json"), 2, "expected steps and losses, got TypeError: 'int'"),
-        (("compare", "good.csv", "half.jsonl"), 2, "Invalid control character at: line 2 column 16"),
-        (("compare", "good.csv", "deep.jsonl"), 2, "deep.jsonl: expected steps and losses, got JSONDecodeError: Br"),
-        (("compare", "large.csv", "good.csv"), 2, "large.csv: expected a base with finite losses, got inf in step 1"),
-        (("compare", "good.csv,", "good.csv"), 2, "RUNS: expected [NAME=]PATH[,PATH...], got 'good.csv,'"),
-        (("compare", "zero.csv", "good.csv"), 2, "zero.csv: expected a base whose mean loss is above 0, got 0"),
-        (("plan", "gpt2", "--config", "ds.json", "--seq", 1025), 2, "--seq: expected at most 1024, the positions that"),
-        (("estimate", "gpt2", "--config", "ds.json", "--seq", 1025), 2, "--seq: expected at most 1024"),
-        (("doctor", "--no-such-option"), 2, "--no-such-option"),
-        ((), 2, "Missing command"),
+        ((*PLAN, "--set", "=1"), 2, "--set: "),
+        ((*PLAN, "--set", "vocab_size=0"), 2, "model: "),
+        ((*PLAN[:1], "ours_a8:number", *PLAN[2:]), 2, "got int"),
+        ((*PLAN[:1], "ours_a8:missing", *PLAN[2:]), 2, "ours_a8:missing"),
+        ((*PLAN[:1], "ours_a8:number", *PLAN[2:], "--set", "a=1"), 2, "--set: "),
+        ((*PLAN[:1], "lacks_a8:f", *PLAN[2:]), 2, "no_such_module_a8"),
+        ((*PLAN[:1], "llama-9b", *PLAN[2:]), 2, "llama-9b"),
+        ((*PLAN[:1], "gone.json", *PLAN[2:]), 3, "MODEL: "),
+        ((*PLAN[:1], "gpt2", *PLAN[2:], "--seq", 1025), 2, "--seq: "),
+        (("plan", "gpt2", "--config", "gone.json"), 3, "--config: "),
+        (("plan", "gpt2", "--config", "comment.json"), 2, "line 2 column 3"),
+        (("plan", "gpt2", "--config", "twice.json"), 2, '"enabled" twice'),
         (("plan", "llama-8b"), 2, "--config"),
+        ((*ESTIMATE, "ours_a8:other_forward"), 4, "ValueError"),
+        ((*ESTIMATE, "llama-8b", "--memory", -5), 2, "--memory"),
+        (("estimate", "llama-8b", "--config", "types.json"), 2, "data_types: "),
+        (("compare", "good.csv", "fp8=gone"), 3, "RUNS: "),
+        (("compare", "good.csv,", "good.csv"), 2, "RUNS: "),
+        *((("compare", "good.csv", name), 2, f"{name}: ") for name in NO_CURVES),
+        (("compare", "large.csv", "good.csv"), 2, "large.csv: expected a base with finite losses"),
+        (("compare", "zero.csv", "good.csv"), 2, "zero.csv: expected a base whose mean loss is above 0"),
+        (("doctor", "--no-probe", "--config", "ds.json", "--script", "gone.py"), 3, "--script: "),
+        (("doctor", "--no-probe", "--script", "ours_a8.py"), 2, "--script: "),
+        ((), 2, "command"),
         (("no-such-command",), 2, "no-such-command"),
-        (("heatmap", "health.jsonl", "o.png"), 2, "heatmap: expected a command of this version, got one"),
+        (("heatmap", "health.jsonl", "o.png"), 2, "heatmap: "),
     ],
 )
 def test_every_error_has_its_message_and_its_exit_code(arguments: tuple[object, ...], code: int, words: str) -> None:
@@ -114,38 +110,26 @@ def test_every_error_has_its_message_and_its_exit_code(arguments: tuple[object, 
     assert {path.name for path in Path().iterdir()} - {"__pycache__"} == set(FILES)
 
 
-OF_THE_MODEL = [
-    (command, model, words)
-    for model, words in (
-        ("ours_a8:raises", "expected ours_a8:raises to build its model on the meta device, got RuntimeError: kaputt. "),
-        ("ours_a8:reads", "expected ours_a8:reads to build its model on the meta device, got "),
-        (
-            "ours_a8:needs",
-            "expected ours_a8:needs to build its model on the meta device, got TypeError: needs() missing 1",
-        ),
-        ("broken_a8:make", "expected broken_a8 to be a module that can be imported, got ZeroDivisionError: division "),
-        ("syntax:make", "expected syntax to be a module that can be imported, got SyntaxError: invalid syntax"),
-    )
-    for command in ("plan", "estimate")
-]
-
-
-@pytest.mark.parametrize(("command", "model", "words"), OF_THE_MODEL)
+@pytest.mark.parametrize("command", [PLAN[:1], ESTIMATE[:1]])
+@pytest.mark.parametrize(
+    ("model", "raised"),
+    [
+        ("ours_a8:raises", "RuntimeError: kaputt"),
+        ("ours_a8:reads", ""),
+        ("ours_a8:needs", "TypeError: needs() missing 1"),
+        ("ours_a8:ends", "SystemExit: 2"),
+        ("parses_a8:make", "SystemExit: 2"),
+        ("divides_a8:make", "ZeroDivisionError: division "),
+        ("syntax_a8:make", "SyntaxError: invalid syntax"),
+    ],
+)
 def test_an_error_of_the_users_own_model_is_named_as_that_and_not_as_a_defect(
-    folder: Path, command: str, model: str, words: str
+    command: tuple[str], model: str, raised: str
 ) -> None:
-    (folder / "broken_a8.py").write_text("1 / 0\n")
-    result = CliRunner().invoke(app, [command, model, "--config", "ds.json", "--json"])
+    result = CliRunner().invoke(app, [*command, model, "--config", "ds.json", "--json"])
     error = json.loads(result.stdout)["error"]
-    assert result.exit_code == 2 and error.startswith(f"MODEL: {words}")
-    assert "standard error" in error and "report a defect" not in error and "Traceback" in result.stderr
-
-
-@pytest.mark.parametrize("model", ["parses_a8:make", "ours_a8:ends"])
-def test_a_model_that_ends_the_process_is_named_and_is_no_answer(model: str) -> None:
-    result = CliRunner().invoke(app, ["plan", model, "--config", "ds.json", "--json"])
-    error = json.loads(result.stdout)["error"]
-    assert result.exit_code == 2 and "got SystemExit: 2. It ends the process: put what a script does" in error
+    assert result.exit_code == 2 and error.startswith("MODEL: expected ") and f"got {raised}" in error
+    assert "report a defect" not in error and ("Traceback" in result.stderr or "SystemExit" in raised)
 
 
 def test_an_error_that_nobody_foresaw_is_not_the_answer_no(monkeypatch: pytest.MonkeyPatch) -> None:

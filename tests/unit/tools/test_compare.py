@@ -5,6 +5,7 @@ import math
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -64,23 +65,15 @@ def test_verdicts(percent: tuple[float, ...], verdict: str) -> None:
     assert Paired(percent).verdict() == verdict
 
 
-def test_runs_are_paired_in_order_and_the_end_is_compared() -> None:
+def test_runs_are_paired_in_order_and_the_end_of_their_common_steps_is_compared() -> None:
     found = compare([group("base", 2.0, 3.0), group("fp8", 2.002, 3.003)], 0.1)
     assert found["results"][0]["percent_by_pair"] == pytest.approx([0.1, 0.1])
     assert found["compared_steps"] == 10
     assert found["noise_percent"] == pytest.approx(100 * math.sqrt(0.5) / 2.5)
-
-
-SHORT = curve("short", range(0, 50, 5), [1.0] * 10)
-LONG = curve("long", range(100), [1.0] * 50 + [5.0] * 50)
-
-
-def test_only_common_steps_count() -> None:
-    found = compare([Group("a", (SHORT,)), Group("b", (LONG,))], 0.3)
-    assert found["results"][0]["percent"] == 0.0
-    assert describe(found).startswith(
-        "Compared: the mean loss of the last 3 of 10 common steps, 35 to 45; a ends at 45, b ends at 99.\n"
-    )
+    short = curve("short", range(0, 50, 5), [1.0] * 10)
+    long = curve("long", range(100), [1.0] * 50 + [5.0] * 50)
+    found = compare([Group("a", (short,)), Group("b", (long,))], 0.3)
+    assert found["results"][0]["percent"] == 0.0 and found["compared_steps"] == 3
 
 
 @pytest.mark.parametrize(
@@ -89,7 +82,6 @@ def test_only_common_steps_count() -> None:
         (1000, None, "parity"),
         (990, None, "parity"),  # one logging interval
         (980, None, "undecided"),
-        (500, None, "undecided"),
         (500, 500, "parity"),
         (500, 509, "parity"),
         (500, 700, "undecided"),
@@ -98,43 +90,35 @@ def test_only_common_steps_count() -> None:
 def test_a_run_that_ended_early_is_no_parity_unless_that_part_is_meant(
     end: int, until: int | None, verdict: str
 ) -> None:
+    """Nor is any other, for which it leaves nothing but its own steps."""
+
     def runs(name: str, last: int) -> Group:
         steps = tuple(range(0, last + 1, 10))
         return Group(name, tuple(curve(name, steps, [level] * len(steps)) for level in (2.0, 3.0)))
 
     for base, other in ((1000, end), (end, 1000)):
-        found = compare([runs("base", base), runs("fp8", other)], 0.1, until)
-        (one,) = found["results"]
-        assert (one["verdict"], one["ends_early"]) == (verdict, verdict == "undecided")
-        assert ("--until STEP" in describe(found)) == one["ends_early"]
+        found = compare([runs("base", base), runs("fp8", other), runs("same", 1000)], 0.1, until)
+        judged = {(one["verdict"], one["ends_early"]) for one in found["results"]}
+        assert judged == {(verdict, verdict == "undecided")}
+        assert ("--until" in describe(found)) == (verdict == "undecided")
 
 
-def test_other_groups_are_judged_by_the_steps_that_are_compared() -> None:
-    """The run that died leaves nothing but its own steps to all of them."""
-    steps = tuple(range(100))
-    whole, dead = (
-        tuple(curve(name, steps[:n], [level] * n) for level in (2.0, 3.0)) for name, n in (("whole", 100), ("dead", 50))
-    )
-    found = compare([Group("base", whole), Group("same", whole), Group("dead", dead)], 0.1)
-    assert [one["verdict"] for one in found["results"]] == ["undecided", "undecided"]
-    assert compare([Group("base", whole), Group("same", whole)], 0.1)["results"][0]["verdict"] == "parity"
+APART = Group("apart", (curve("apart", (1000, 1001), (1.0, 1.0)),))
 
 
-def test_what_cannot_be_compared_is_refused() -> None:
-    with pytest.raises(ConfigError, match="expected 2 runs, one for each of base, got 1"):
-        compare([group("base", 1.0, 1.0), group("other", 1.0)], 0.1)
-    with pytest.raises(ConfigError, match="expected a base and another, got 1"):
-        compare([group("base", 1.0)], 0.1)
-    apart = Group("apart", (curve("apart", (1000, 1001), (1.0, 1.0)),))
-    with pytest.raises(ConfigError, match="expected at least 2 steps that all have, got 0"):
-        compare([group("base", 1.0), apart], 0.1)
-
-
-@pytest.mark.parametrize("levels", [(-2.0, -3.0), (0.0, 0.0), (2.0, -3.0)])
-def test_a_base_that_is_not_above_0_is_refused_for_differences_are_relative_to_it(levels: tuple[float, ...]) -> None:
-    with pytest.raises(ConfigError, match="base: expected a base whose mean loss is above 0, got "):
-        compare([group("base", *levels), group("fp8", 1.0, 1.0)], 0.1)
-    assert compare([group("base", 1.0, 1.0), group("fp8", *levels)], 0.1)["results"][0]["loss"] == sum(levels) / 2
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ([group("base", 1.0, 1.0), group("other", 1.0)], "expected 2 runs"),
+        ([group("base", 1.0)], "expected a base and another"),
+        ([group("base", 1.0), APART], "expected at least 2 steps that all have"),
+        *(([group("base", *levels), group("fp8", 1.0, 1.0)], "base: ") for levels in ((-2, -3), (0, 0), (2, -3))),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(groups: list[Group], words: str) -> None:
+    """Differences are relative to the base, which must be above 0."""
+    with pytest.raises(ConfigError, match=words):
+        compare(groups, 0.1)
 
 
 def diverged(name: str, step: int, value: float = math.nan) -> Curve:
@@ -147,7 +131,6 @@ def test_a_run_that_diverged_is_worse_and_the_other_groups_are_judged(value: flo
     bad = Group("bad", (diverged("bad0", 97, value), diverged("bad1", 50, value)))
     found = compare([base, bad, same], 0.1)
     assert [one["verdict"] for one in found["results"]] == ["worse", "parity"]
-    assert describe(found).splitlines()[1] == "bad: diverged at step 50: worse. Its loss is not finite there."
     data = json.loads(json.dumps(found), parse_constant=pytest.fail)["results"]
     assert (data[0]["diverged_at"], data[0]["percent"], data[0]["half_width"], data[0]["loss"]) == (50, *[None] * 3)
     assert data[1]["diverged_at"] is None and data[1]["percent"] == 0.0
@@ -159,22 +142,16 @@ def test_a_run_is_whole_until_the_step_that_is_meant() -> None:
     assert compare([base, bad], 0.1, 49)["results"][0]["diverged_at"] is None
     assert compare([base, bad], 0.1, 50)["results"][0]["diverged_at"] == 50
     assert compare([bad, base], 0.1, 49)["results"][0]["percent"] == 0.0
-    with pytest.raises(ConfigError, match="bad: expected a base with finite losses, got nan in step 50"):
+    with pytest.raises(ConfigError, match="bad: "):
         compare([bad, base], 0.1)
 
 
-def write(folder: Path, name: str, level: float) -> str:
+def write(folder: Path, name: str, level: float, until: int = 60) -> str:
+    """A run whose losses from step `until` on are NaN."""
     path = folder / f"{name}.csv"
-    path.write_text("step,loss\n" + "".join(f"{step},{level + 1 / (step + 1)}\n" for step in range(60)))
+    rows = (f"{step},{level + 1 / (step + 1) if step < until else math.nan}\n" for step in range(60))
+    path.write_text("step,loss\n" + "".join(rows))
     return str(path)
-
-
-def test_the_same_run_named_as_two_seeds_is_refused(tmp_path: Path) -> None:
-    one, copy, other = (write(tmp_path, name, level) for name, level in (("a", 2.0), ("copy", 2.0), ("b", 2.1)))
-    for text in (f"fp8={one},{one}", f"fp8={one},{other},{copy}"):
-        with pytest.raises(ConfigError, match=r"fp8: expected a run of its own for each path, got .*a\.csv and "):
-            read_groups([text], None)
-    assert len(read_groups([f"fp8={one},{other}"], None)[0].curves) == 2
 
 
 def test_a_run_is_called_by_its_path_or_by_what_stands_before_the_equals_sign(
@@ -186,22 +163,23 @@ def test_a_run_is_called_by_its_path_or_by_what_stands_before_the_equals_sign(
         write(Path(folder), "log", 2.0 + number / 10)
     found = read_groups(["a/log.csv", "lr=1/log.csv", "fp8=lr=2/log.csv"], None)
     assert [one.name for one in found] == ["a/log.csv", "lr=1/log.csv", "fp8"]
-    with pytest.raises(ConfigError, match="expected a name of its own for each run, got fp8, fp8"):
+    with pytest.raises(ConfigError, match="expected a name of its own"):
         read_groups(["fp8=a/log.csv", "fp8=lr=1/log.csv"], None)
 
 
 def test_a_file_in_two_runs_is_refused_by_whatever_path(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     one, other = write(tmp_path / "out", "one", 2.0), write(tmp_path, "other", 2.1)
-    link = tmp_path / "link.csv"
+    link, copy = tmp_path / "link.csv", write(tmp_path, "copy", 2.0)
     link.symlink_to(one)
     for again in (one, str(tmp_path / "out"), str(tmp_path / "out/../out/one.csv"), str(link)):
-        result = CliRunner().invoke(app, ["compare", f"bf16={one},{other}", f"fp8={again},{other}", "--json"])
-        assert result.exit_code == 2
-        assert json.loads(result.output)["error"].startswith("fp8: expected a run of its own for each path, got ")
-    copies = [write(tmp_path, name, level) for name, level in (("copy", 2.0), ("other_copy", 2.1))]
-    runs = [f"bf16={one},{other}", f"fp8={','.join(copies)}"]
-    assert CliRunner().invoke(app, ["compare", *runs]).exit_code == 0  # of numbers alone nothing is known
+        with pytest.raises(ConfigError, match="fp8: expected a run of its own"):
+            read_groups([f"bf16={one},{other}", f"fp8={again},{other}"], None)
+    for seeds in (f"{one},{one}", f"{one},{other},{copy}"):
+        with pytest.raises(ConfigError, match="fp8: expected a run of its own"):
+            read_groups([f"fp8={seeds}"], None)
+    copies = f"{copy},{write(tmp_path, 'other_copy', 2.1)}"
+    assert len(read_groups([f"bf16={one},{other}", f"fp8={copies}"], None)) == 2  # of numbers alone nothing is known
 
 
 def test_the_command_answers_in_json_and_names_where_a_run_diverged(tmp_path: Path) -> None:
@@ -211,12 +189,11 @@ def test_the_command_answers_in_json_and_names_where_a_run_diverged(tmp_path: Pa
     assert result.exit_code == 0, result.output
     assert json.loads(result.output)["results"][0]["verdict"] == "parity"
     assert json.loads(result.output)["ends"] == {"bf16": [59] * 3, "fp8": [59] * 3}
-    bad, one = tmp_path / "bad.csv", write(tmp_path, "one", 2.0)
-    bad.write_text("step,loss\n" + "".join(f"{step},{'nan' if step > 40 else 2.0}\n" for step in range(60)))
-    result = CliRunner().invoke(app, ["compare", one, str(bad)])
-    assert result.exit_code == 1 and "bad.csv: diverged at step 41: worse." in result.stdout
-    assert CliRunner().invoke(app, ["compare", str(bad), one]).exit_code == 2
-    assert CliRunner().invoke(app, ["compare", str(bad), one, "--until", "40"]).exit_code == 1  # one pair
+    bad, one = write(tmp_path, "bad", 2.0, until=41), write(tmp_path, "one", 2.0)
+    result = CliRunner().invoke(app, ["compare", one, bad])
+    assert result.exit_code == 1 and "diverged at step 41" in result.stdout
+    assert CliRunner().invoke(app, ["compare", bad, one]).exit_code == 2
+    assert CliRunner().invoke(app, ["compare", bad, one, "--until", "40"]).exit_code == 1  # one pair
 
 
 def test_csv_of_deepspeeds_monitor(tmp_path: Path) -> None:
@@ -228,11 +205,9 @@ def test_csv_of_deepspeeds_monitor(tmp_path: Path) -> None:
     config = CSVConfig(enabled=True, output_path=str(tmp_path), job_name="job")
     monitor.log_dir = str(Path(config.output_path, config.job_name))
     Path(monitor.log_dir).mkdir()
-    from unittest.mock import patch
-
     with patch("deepspeed.comm.get_rank", return_value=0):
-        monitor.write_events([("Train/Samples/train_loss", 2.5, 16), ("Train/Samples/lr", 1e-3, 16)])
-        monitor.write_events([("Train/Samples/train_loss", 2.25, 32), ("Train/Samples/lr", 1e-3, 32)])
+        for step, loss in ((16, 2.5), (32, 2.25)):
+            monitor.write_events([("Train/Samples/train_loss", loss, step), ("Train/Samples/lr", 1e-3, step)])
     found = read_curve(tmp_path)  # lr's file has no loss
     assert found.losses == {16: 2.5, 32: 2.25}
 
@@ -287,15 +262,17 @@ def test_json_lines_and_trainer_state(tmp_path: Path) -> None:
     assert list(read_curve(tmp_path / "run").losses) == [1, 2]
 
 
-def test_what_is_no_curve_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("step,loss_a,loss_b\n1,2,3\n")
-    with pytest.raises(ConfigError, match=r"expected one loss .*got \['loss_a', 'loss_b'\]"):
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("step,loss_a,loss_b\n1,2,3\n", "expected one loss "),
+        ("step,loss\n0.5,2\n1.0,1\n", "expected steps and losses"),
+        ("when,loss\n1,2\n", "without one of step, global_step"),
+    ],
+)
+def test_what_is_no_curve_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(ConfigError, match=words):
         read_curve(tmp_path / "a.csv")
-    (tmp_path / "b.csv").write_text("step,loss\n0.5,2\n1.0,1\n")
-    with pytest.raises(ConfigError, match=r"expected steps and losses, got ValueError: '0\.5' as a step"):
-        read_curve(tmp_path / "b.csv")
-    with pytest.raises(ConfigError, match="expected one file with a loss, got 0"):
+    with pytest.raises(ConfigError, match="expected one file with a loss"):
         read_curve(tmp_path)
-    (tmp_path / "c.csv").write_text("when,loss\n1,2\n")
-    with pytest.raises(ConfigError, match="without one of step, global_step"):
-        read_curve(tmp_path / "c.csv")
