@@ -26,15 +26,7 @@ def setup(stage: int, num_ranks: int, master: Any = "e4m11", release: bool = Fal
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("master", "release", "expected"),
-    [
-        ("e4m11", True, 4.0625),
-        ("e4m11", False, 6.0625),
-        ("e4m19", True, 5.0625),
-        ("e4m19", False, 7.0625),
-    ],
-)
+@pytest.mark.parametrize(("master", "release", "expected"), [("e4m11", True, 4.0625), ("e4m19", False, 7.0625)])
 def test_an_fp8_weight_takes_the_promised_bytes_on_one_rank(
     stage: int, master: str, release: bool, expected: float
 ) -> None:
@@ -98,38 +90,30 @@ def test_frozen_weights_have_no_states() -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_with_release_buffers_and_a_copy_stay_within_the_threshold(stage: int, overlap: bool) -> None:
+    """Only stage 1 without overlap and release holds gradients that are not reduced."""
     release = estimate_states(LLAMA_8B, setup(stage, 8, release=True, overlap_comm=overlap))
     num_buffers = 2 if overlap and stage < 3 else 1
     assert release.buckets + release.buckets // num_buffers == pytest.approx(1 << 26, abs=8)
     small = setup(stage, 8, release=True, overlap_comm=overlap, reduce_bucket_size=1000)
     assert estimate_states(LLAMA_8B, small).buckets == num_buffers * 2000
-    assert estimate_states(LLAMA_8B, setup(stage, 8, overlap_comm=overlap)).buckets == num_buffers * 10**9
-
-
-def test_only_stage_1_without_overlap_holds_gradients_that_are_not_reduced() -> None:
+    held = estimate_states(LLAMA_8B, setup(stage, 8, overlap_comm=overlap))
     num = sum(weight.numel for weight in LLAMA_8B)
-    assert estimate_states(LLAMA_8B, setup(1, 8)).unreduced == 2 * num
-    assert estimate_states(LLAMA_8B, setup(1, 8, overlap_comm=True)).unreduced == 0
-    assert estimate_states(LLAMA_8B, setup(1, 8, release=True)).unreduced == 0
-    assert estimate_states(LLAMA_8B, setup(2, 8)).unreduced == 0
+    assert held.buckets == num_buffers * 10**9 and release.unreduced == 0
+    assert held.unreduced == (2 * num if stage == 1 and not overlap else 0)
 
 
 def test_exact_clipping_holds_the_gradients_that_release_would_free() -> None:
-    held = estimate_states(LLAMA_8B, setup(2, 8, release=True, gradient_clipping=1.0))
-    assert held == estimate_states(LLAMA_8B, setup(2, 8))
+    held = estimate_states(LLAMA_8B, setup(2, 8))
+    assert held == estimate_states(LLAMA_8B, setup(2, 8, release=True, gradient_clipping=1.0))
     delayed_norm = setup(2, 8, release=True, gradient_clipping=1.0, optimizer={"release_clipping": "delayed_norm"})
     assert estimate_states(LLAMA_8B, delayed_norm).parts.gradients == 0
-
-
-def test_totals_before_and_after_a_step_differ_by_the_gradients_except_in_stage_3() -> None:
-    found = estimate_states(LLAMA_8B, setup(2, 8))
-    assert found.at_step - found.between_steps == found.parts.gradients > 0
-    assert found.at_step == found.parts.total
+    assert held.at_step - held.between_steps == held.parts.gradients > 0
+    assert held.at_step == held.parts.total
     stage3 = estimate_states(LLAMA_8B, setup(3, 8))
     assert stage3.at_step == stage3.between_steps == stage3.parts.total + 10**9
 
 
-@pytest.mark.parametrize(("stage", "num_ranks"), [(2, 8), (2, 64), (3, 8), pytest.param(3, 64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("stage", "num_ranks"), [(2, 64), (3, 8)])
 def test_states_of_all_ranks_together_do_not_depend_on_their_number(stage: int, num_ranks: int) -> None:
     one = estimate_states(LLAMA_8B, setup(stage, 1)).parts
     ranks = [kinds[True] + kinds[False] for kinds in parts_by_rank(LLAMA_8B, setup(stage, num_ranks))]
@@ -157,15 +141,11 @@ def test_weights_of_a_module_are_those_that_the_plan_converts_on_any_device() ->
     frozen = weights_of(Net(), LinearConfig(frozen="fp8"))
     assert frozen == [*expected[:3], Weight(768, True, is_trainable=False)]
     assert not any(weight.is_fp8 for weight in weights_of(Net(), LinearConfig(filter_fqns=("first", "second"))))
-
-
-def test_weights_of_a_partitioned_module_have_their_full_size() -> None:
     net: Any = Net()
     for p in net.parameters():  # what zero.Init leaves of a parameter
         p.ds_numel, p.ds_shape = p.numel(), p.shape
         p.data = torch.empty(0)
-    assert [weight.numel for weight in weights_of(net)] == [512, 768, 48, 768]
-    assert [weight.is_fp8 for weight in weights_of(net)] == [False, True, False, False]
+    assert weights_of(net) == expected
 
 
 def test_neither_torch_nor_deepspeed_is_needed() -> None:
