@@ -31,50 +31,39 @@ def states(master: str, **more: Any) -> dict[str, Any]:
     return {"optimizer": {"states": "fp8", "master": master, **more}}
 
 
-def llama(stage: int, fp8: dict[str, Any] | None, world: int) -> Footprint:
-    return estimate(read_spec("llama-2b"), read_run(config(stage, fp8, overlap_comm=True), world, 2, 4096))
-
-
-# Llama of 2.0 B parameters, eager, 2 x 4096 tokens a rank, overlap_comm, DeepSpeed's buckets: peaks of rank 0 in
-# 2026-11-20-llama-zero-1gpu.json and -2gpu.json. Stock's are all 0.06 GiB above the estimate: cuBLAS's workspaces.
 SHARED_INPUTS = 8 * 3 * 8192 * 4096 / GIB
 """Then q, k and v, and gate and up, each kept the FP8 input that they now share: three copies a layer."""
+PRODUCTS = 8 * 8192 * 14336 / GIB
+"""Until 32705ba `down` kept its input in FP8."""
+E4M11 = states("e4m11")
+FUSED = E4M11 | {"activations": {"fused": True}}
+
+# Llama of 2.0 B parameters, eager, 2 x 4096 tokens a rank, overlap_comm, DeepSpeed's buckets: peaks of rank 0 in
+# 2026-11-20-llama-zero-1gpu.json and -2gpu.json, the fused one of run 2026-11-21T19:53:49Z. Stock's are all 0.06 GiB
+# above the estimate: cuBLAS's workspaces. Of 8B: run 2026-11-22T11:05:09Z, 1 x 8192 tokens.
 MEASURED = [
-    pytest.param(2, None, 1, 42.248, marks=pytest.mark.slow),
-    (3, None, 1, 46.341),
-    (2, {}, 1, 40.406),
-    pytest.param(3, {}, 1, 44.343, marks=pytest.mark.slow),
-    pytest.param(1, None, 2, 30.456, marks=pytest.mark.slow),
-    (2, None, 2, 30.456),
-    (2, {}, 2, 28.458),
-    pytest.param(3, None, 2, 33.257, marks=pytest.mark.slow),
-    (3, {}, 2, 31.259),
+    ("llama-2b", 3, None, 1, 46.341, 0),
+    ("llama-2b", 2, {}, 1, 40.406, SHARED_INPUTS),
+    ("llama-2b", 2, None, 2, 30.456, 0),
+    ("llama-2b", 3, {}, 2, 31.259, SHARED_INPUTS),
+    ("llama-2b", 2, FUSED, 1, 18.477, PRODUCTS),
+    ("llama-8b", 3, None, 4, 93.844, 0),
 ]
 
 
-@pytest.mark.parametrize(("stage", "fp8", "world", "gib"), MEASURED)
-def test_llama_2b_is_estimated_within_half_a_percent_of_h200s(
-    stage: int, fp8: dict[str, Any] | None, world: int, gib: float
+def footprint(name: str, stage: int, fp8: dict[str, Any] | None, world: int, **zero: Any) -> Footprint:
+    settings = ("num_hidden_layers=8",) if (name, world) == ("llama-8b", 2) else ()
+    shape = (2, 4096) if name == "llama-2b" else (1, 8192)
+    return estimate(read_spec(name, settings), read_run(config(stage, fp8, overlap_comm=True, **zero), world, *shape))
+
+
+@pytest.mark.parametrize(("name", "stage", "fp8", "world", "gib", "then"), MEASURED)
+def test_llamas_are_estimated_within_half_a_percent_of_h200s(
+    name: str, stage: int, fp8: dict[str, Any] | None, world: int, gib: float, then: float
 ) -> None:
-    found = llama(stage, fp8, world).peak / GIB + (0 if fp8 is None else SHARED_INPUTS)
-    assert found == pytest.approx(gib, rel=0.005)
+    assert footprint(name, stage, fp8, world).peak / GIB + then == pytest.approx(gib, rel=0.005)
 
 
-def test_fused_activations_are_estimated_within_half_a_percent_of_an_h200() -> None:
-    """18.477 GiB in eager (run 2026-11-21T19:53:49Z), when `down` still kept its input in FP8 (until 32705ba)."""
-    found = llama(2, states("e4m11") | {"activations": {"fused": True}}, 1)
-    products = 8 * 8192 * 14336 / GIB
-    assert found.peak / GIB + products == pytest.approx(18.477, rel=0.005)
-
-
-def test_llama_8b_on_four_gpus_is_estimated_within_half_a_percent() -> None:
-    """Run 2026-11-22T11:05:09Z: stage 3, stock, 1 x 8192 tokens a rank."""
-    found = estimate(read_spec("llama-8b"), read_run(config(3, overlap_comm=True), 4, 1, 8192))
-    assert found.peak / GIB == pytest.approx(93.844, rel=0.005)
-
-
-E4M11 = states("e4m11")
-FUSED = E4M11 | {"activations": {"fused": True}}
 DELAYED = {"recipe": "delayed", "grad_dtype": "e4m3"}
 LEAVES = {"leaf_module": {"classes": ["transformers.models.llama.modeling_llama.LlamaDecoderLayer"]}}
 RELEASED = {
@@ -103,53 +92,37 @@ COMPILED = [
 def test_a_compiled_run_takes_at_most_what_the_bound_says_and_not_much_less(
     name: str, stage: int, fp8: dict[str, Any] | None, zero: dict[str, Any], world: int, gib: float, most: float
 ) -> None:
-    settings = ("num_hidden_layers=8",) if world == 2 else ()
-    shape = (2, 4096) if name == "llama-2b" else (1, 8192)
-    found = estimate(read_spec(name, settings), read_run(config(stage, fp8, overlap_comm=True, **zero), world, *shape))
+    found = footprint(name, stage, fp8, world, **zero)
     assert gib <= found.peak_compiled / GIB <= most * gib
 
 
-FOUND: dict[str, Footprint] = {}  # many tests ask for the same
-
-
-def tiny(fp8: dict[str, Any] | None, stage: int = 2, world: int = 1, batch: int = 2, **more: Any) -> Footprint:
-    asked = repr((fp8, stage, world, batch, more))
-    if asked not in FOUND:
-        FOUND[asked] = _tiny(fp8, stage, world, batch, more)
-    return FOUND[asked]
-
-
-def _tiny(fp8: dict[str, Any] | None, stage: int, world: int, batch: int, more: dict[str, Any]) -> Footprint:
+def tiny(fp8: dict[str, Any] | None, stage: int = 2, world: int = 1, batch: int = 2, again: bool = False) -> Footprint:
+    """Of a small Llama; `again`: with gradient checkpointing."""
     settings = ("hidden_size=256", "intermediate_size=512", "num_hidden_layers=2", "vocab_size=512")
     spec = read_spec("llama-8b", (*settings, "num_attention_heads=4", "num_key_value_heads=2"))
-    return estimate(spec, read_run(config(stage, fp8) | more, world, batch, 128))
+    return estimate(spec, read_run(config(stage, fp8), world, batch, 128, again))
 
 
-def test_activations_grow_with_the_tokens_and_states_do_not() -> None:
-    one, two = tiny(states("e4m11"), batch=1), tiny(states("e4m11"), batch=2)
-    assert two.activations == pytest.approx(2 * one.activations, rel=0.02)
-    assert (two.weights, two.masters, two.moments) == (one.weights, one.masters, one.moments)
-
-
-def test_fp8_keeps_fewer_activations_and_fused_modules_fewer_still() -> None:
-    bf16, fp8 = tiny(None), tiny(states("e4m11"))
-    fused = tiny({**states("e4m11"), "activations": {"fused": True}})
-    assert fused.activations < fp8.activations < bf16.activations
-
-
-def test_checkpointing_keeps_the_layers_inputs_only() -> None:
-    spec = read_spec("llama-8b", ("num_hidden_layers=4", "hidden_size=256", "intermediate_size=512", "vocab_size=64"))
-    plain, again = (
-        estimate(spec, read_run(config(2, {}), 1, 2, 256, checkpointing)) for checkpointing in (False, True)
+def test_each_setting_changes_what_it_is_about() -> None:
+    bf16, fp8, fused, one, again, released = (
+        tiny(block, batch=batch, again=again)
+        for block, batch, again in (
+            (None, 2, False),
+            (E4M11, 2, False),
+            (FUSED, 2, False),
+            (E4M11, 1, False),
+            (E4M11, 2, True),
+            (states("e4m11", release=True, release_clipping="delayed_norm"), 2, False),
+        )
     )
-    assert again.activations < 0.4 * plain.activations
-    assert again.in_backward < plain.in_backward
-
-
-def test_several_ranks_share_states_and_stage_3_gathers_weights() -> None:
-    one, four = tiny({}, stage=3, world=1), tiny({}, stage=3, world=4)
-    assert four.masters == pytest.approx(one.masters / 4, rel=0.01)
-    assert one.gathered == 0 and four.gathered > 0.9 * one.weights
+    assert fused.activations < fp8.activations < bf16.activations
+    assert fp8.activations == pytest.approx(2 * one.activations, rel=0.02)
+    assert (fp8.weights, fp8.masters, fp8.moments) == (one.weights, one.masters, one.moments)
+    assert again.activations < 0.5 * fp8.activations and again.in_backward < fp8.in_backward
+    assert fp8.gradients > 0 == released.gradients and released.in_step < fp8.in_step
+    alone, four = tiny({}, stage=3), tiny({}, stage=3, world=4)
+    assert four.masters == pytest.approx(alone.masters / 4, rel=0.01)
+    assert alone.gathered == 0 and four.gathered > 0.9 * alone.weights
 
 
 HEAD, LAYER = 512 * 256, 2 * 256 * (256 + 128) + 3 * 256 * 512  # elements; the embedding is as large as the head
@@ -183,20 +156,13 @@ def gathered_by(loss: str, zero: dict[str, Any]) -> int:
     return estimate(read_spec("llama-8b", (*settings, *heads)), read_run(stage, 4, 1, 128)).gathered
 
 
-def test_release_holds_no_gradients() -> None:
-    held, released = tiny(states("e4m11")), tiny(states("e4m11", release=True, release_clipping="delayed_norm"))
-    assert held.gradients > 0 and released.gradients == 0
-    assert released.in_step < held.in_step
-
-
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(
-    "block",
+    ("stage", "block"),
     [
-        {"schedule": {"bf16_until_step": 10}},
-        pytest.param({"schedule": {"bf16_last_fraction": 0.1, "total_steps": 100}}, marks=pytest.mark.slow),
-        pytest.param({"schedule": {"layers": {"layers": "bf16"}}}, marks=pytest.mark.slow),
-        pytest.param({"guard": {"action": "bf16"}, "monitor": {"every": 10}}, marks=pytest.mark.slow),
+        (3, {"schedule": {"bf16_until_step": 10}}),
+        (1, {"schedule": {"bf16_last_fraction": 0.1, "total_steps": 100}}),
+        (3, {"schedule": {"layers": {"layers": "bf16"}}}),
+        (1, {"guard": {"action": "bf16"}, "monitor": {"every": 10}}),
     ],
 )
 def test_layers_that_go_to_bf16_take_2_bytes_a_weight_more(stage: int, block: dict[str, Any]) -> None:
@@ -244,9 +210,7 @@ def test_a_linears_moments_are_counted_to_the_byte() -> None:
     assert max(found.peaks) == 512 * 256
 
 
-@pytest.mark.parametrize(
-    ("dtype", "num_bytes"), [("fp32", 4), ("float32", 4), ("float", 4), ("torch.float32", 4), ("bf16", 2), (None, 2)]
-)
+@pytest.mark.parametrize(("dtype", "num_bytes"), [("fp32", 4), ("torch.float32", 4), ("bf16", 2), (None, 2)])
 def test_gradients_are_of_the_dtype_that_deepspeed_accumulates_in(dtype: str | None, num_bytes: int) -> None:
     given = {**config(2, {}), "data_types": {"grad_accum_dtype": dtype}}
     assert read_run(given, 1, 1, 128).setup.grad_bytes == num_bytes
