@@ -21,12 +21,8 @@ OF_MEGATRON = {"--fp8-format", "--fp8-recipe"}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_bash_parses(root: Path, name: str) -> None:
+def test_bash_parses_and_flags_of_ours_exist(root: Path, name: str) -> None:
     subprocess.run(["bash", "-n", root / "examples/megatron" / name], check=True)
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_flags_of_ours_exist(root: Path, name: str) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fp8-recipe", choices=("tensorwise",))
     known = {option for action in add_arguments(parser)._actions for option in action.option_strings}
@@ -35,31 +31,24 @@ def test_flags_of_ours_exist(root: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "has_apex", "fuses"),
-    [("te", True, True), ("te", False, False), ("fp8_ds", True, False), ("fp8_ds", False, False)],
-)
-def test_8b_fuses_gradient_accumulation_only_where_it_can(
-    root: Path, tmp_path: Path, engine: str, has_apex: bool, fuses: bool
-) -> None:
-    """Megatron's head stops without Apex; linears of fp8_ds refuse it."""
-    words = words_of_8b(root, tmp_path, has_apex, ENGINE=engine)
-    assert words.count("--no-gradient-accumulation-fusion") == int(not fuses)
-    assert words[-2:] == ["--last", "1"]
-    assert words[words.index("--transformer-impl") + 1] == ("transformer_engine" if engine == "te" else "local")
-
-
-@pytest.mark.parametrize(
-    ("env", "has_states"),
+    ("env", "has_apex", "fuses", "has_states"),
     [
-        ({"ENGINE": "te"}, False),
-        ({"ENGINE": "fp8_ds"}, True),
-        ({"ENGINE": "te", "STATES": "1"}, True),
-        ({"ENGINE": "fp8_ds", "STATES": "0"}, False),
+        ({"ENGINE": "te"}, True, True, False),
+        ({"ENGINE": "te", "STATES": "1"}, False, False, True),
+        ({"ENGINE": "fp8_ds"}, True, False, True),
+        ({"ENGINE": "fp8_ds", "STATES": "0"}, False, False, False),
     ],
 )
-def test_8b_has_an_optimizer_that_resumes(root: Path, tmp_path: Path, env: dict[str, str], has_states: bool) -> None:
-    """Megatron's distributed one does not without Transformer Engine and Apex."""
-    assert words_of_8b(root, tmp_path, True, **env).count("--fp8-optimizer-states") == int(has_states)
+def test_8b_fuses_gradient_accumulation_where_it_can_and_has_an_optimizer_that_resumes(
+    root: Path, tmp_path: Path, env: dict[str, str], has_apex: bool, fuses: bool, has_states: bool
+) -> None:
+    """Megatron's head stops without Apex; linears of fp8_ds refuse it. Megatron's distributed optimizer does not resume
+    without Transformer Engine and Apex."""
+    words = words_of_8b(root, tmp_path, has_apex, **env)
+    assert words.count("--no-gradient-accumulation-fusion") == int(not fuses)
+    assert words.count("--fp8-optimizer-states") == int(has_states)
+    assert words[-2:] == ["--last", "1"]
+    assert words[words.index("--transformer-impl") + 1] == ("transformer_engine" if env["ENGINE"] == "te" else "local")
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ from fp8_ds.tools.doctor.diagnosis import Check
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+CONFIGS = sorted((ROOT / "configs").glob("*.json"))
 PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 ABBREVIATED = re.compile(r"\.\.\.|[\[<]|\b[A-Z]{3,}\b")
 """In a command: it shows a form, and is not one that can be typed."""
@@ -88,6 +89,21 @@ def test_whole_configurations_would_start(page: Path, monkeypatch: pytest.Monkey
             has_fp32_states = Fp8Config.from_block(json.loads(text)["fp8"]).optimizer.states == "fp32"
             if is_adam and has_fp32_states and not optimizer["params"].get("torch_adam"):  # compiled, in silence
                 assert '"torch_adam": true' in page.read_text()
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_configuration_is_complete_and_would_start(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "autoload_check", lambda: Check("autoload", "optional", "off"))
+    config = json.loads(path.read_text())
+    assert '"auto"' not in path.read_text() and config["bf16"]["enabled"] is True
+    assert path.stem.startswith(f"ds_zero{config['zero_optimization']['stage']}_")
+    assert ("fp8" in config) == ("_fp8" in path.stem)
+    assert check_config({"fp8": {"enabled": True}, **config}).on == "if"
+
+
+def test_fp8_and_bf16_at_stage_3_differ_in_the_block_only() -> None:
+    fp8, bf16 = (json.loads((ROOT / f"configs/ds_zero3_{kind}.json").read_text()) for kind in ("fp8", "bf16"))
+    assert fp8.pop("fp8") == {"enabled": True} and fp8 == bf16
 
 
 @PAGE
