@@ -20,6 +20,8 @@ from fp8_ds.nn.linear.recipes import (
     RowwiseRecipe,
     TensorwiseRecipe,
 )
+from fp8_ds.nn.plan.convert import apply_plan
+from fp8_ds.nn.plan.plan import make_plan
 from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.numerics.scale import AmaxHistory, scale_from_amax
 from fp8_ds.ops.quantize import quantize
@@ -37,6 +39,12 @@ def fp8_of(linear: nn.Linear, recipe: str = "tensorwise", input_cache: InputCach
     else:
         made = _CLASSES[recipe](config, input_cache)
     return Fp8Linear.from_linear(copy.deepcopy(linear), made)
+
+
+def convert(model: nn.Module, **keys: Any) -> Any:
+    """Put the linears of `model` into FP8 as an engine with this "linear" block does; return its AmaxHistory, if any."""
+    config = LinearConfig.model_validate(keys)
+    return apply_plan(model, make_plan(model, config), config, "cpu")
 
 
 def attach_payload(linear: Any, recipe: str = "tensorwise", values: Tensor | None = None) -> Fp8Payload:
@@ -57,7 +65,7 @@ def attach_payload(linear: Any, recipe: str = "tensorwise", values: Tensor | Non
 
 
 def as_fp8_parameter(p: Any, writable: bool = True) -> Tensor:
-    """Make `p` an FP8 weight as ZeRO 1 and 2 do, or without writes ZeRO 3; return the values that readers must see."""
+    """Make `p` an FP8 weight as ZeRO 1 and 2 do, or ZeRO 3 (not writable); return the values that readers see."""
     scale, scale_inv = scale_from_amax(p.data.float().abs().max(), E4M3.max)
     payload = Fp8Payload("w", scale, scale_inv, p.dtype)
     payload.data = quantize(p.data, scale, E4M3)

@@ -10,12 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import many_scales
+from support.linears import convert
 from torch import Tensor, nn
 
-from fp8_ds.config import LinearConfig
 from fp8_ds.monitor.statistics import Observers, StatisticsTable
-from fp8_ds.nn.plan.convert import apply_plan
-from fp8_ds.nn.plan.plan import make_plan
 from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.ops.quantize import quantize_tensorwise
 from megatron_patches.engine_observers import EngineObservers, is_engine_linear
@@ -72,8 +70,7 @@ def ours(recipe: str, grad_dtype: str) -> Any:
     x, weight, grad = operands()
     model = nn.Sequential(nn.Linear(IN, OUT, bias=False))
     model[0].weight = nn.Parameter(weight.clone())
-    config = LinearConfig.model_validate({"recipe": recipe, "grad_dtype": grad_dtype, "backend": "reference"})
-    apply_plan(model, make_plan(model, config), config, torch.device("cpu"))
+    convert(model, recipe=recipe, grad_dtype=grad_dtype, backend="reference")
     known = table()
     return counted(model, Observers({"0": model[0]}, known), known, x, grad)
 

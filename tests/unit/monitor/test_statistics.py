@@ -7,14 +7,12 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from support.linears import RECIPES
+from support.linears import RECIPES, convert
 from support.threads import on_threads
 from torch import Tensor, nn
 
-from fp8_ds.config import LinearConfig
 from fp8_ds.monitor.statistics import Observers, StatisticsTable, TensorStatistics, from_counts
-from fp8_ds.nn.plan.convert import apply_plan, fp8_layers
-from fp8_ds.nn.plan.plan import make_plan
+from fp8_ds.nn.plan.convert import fp8_layers
 from fp8_ds.numerics.formats import E4M3, E5M2, Float8Format
 from fp8_ds.numerics.scale import AmaxHistory
 from fp8_ds.ops.observe import new_counts, observe_codes, observe_hp
@@ -87,8 +85,7 @@ def test_nan_counts_as_saturated() -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_tensor_without_a_finite_amax_has_neither_scale_nor_shares(recipe: str, value: float) -> None:
     model = nn.Sequential(nn.Linear(256, 128, bias=False)).bfloat16()
-    config = LinearConfig.model_validate({"recipe": recipe, "backend": "reference"})
-    history = apply_plan(model, make_plan(model, config), config, "cpu")
+    history = convert(model, recipe=recipe, backend="reference")
     table = StatisticsTable(tuple(fp8_layers(model)), "cpu")
     observers = Observers(fp8_layers(model), table)
     grad = torch.randn(128, 128).bfloat16()
@@ -115,8 +112,7 @@ def step(model: nn.Module, history: AmaxHistory | None, x: Tensor, grad: Tensor)
 def test_layers_are_counted_only_while_attached_and_their_bits_do_not_change(recipe: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 160, bias=False), nn.ReLU(), nn.Linear(160, 128, bias=False)).bfloat16()
-    config = LinearConfig.model_validate({"recipe": recipe, "backend": "reference", "grad_dtype": "e4m3"})
-    history = apply_plan(model, make_plan(model, config), config, "cpu")
+    history = convert(model, recipe=recipe, backend="reference", grad_dtype="e4m3")
     table = StatisticsTable(tuple(fp8_layers(model)), "cpu")
     observers = Observers(fp8_layers(model), table)
     x = torch.randn(192, 256).bfloat16().requires_grad_()
@@ -165,8 +161,7 @@ def test_layers_are_counted_only_while_attached_and_their_bits_do_not_change(rec
 def test_a_delayed_scale_that_is_too_large_shows_as_saturation() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64, bias=False)).bfloat16()
-    config = LinearConfig.model_validate({"recipe": "delayed", "backend": "reference"})
-    history = apply_plan(model, make_plan(model, config), config, "cpu")
+    history = convert(model, recipe="delayed", backend="reference")
     assert history is not None
     table = StatisticsTable(tuple(fp8_layers(model)), "cpu")
     observers = Observers(fp8_layers(model), table)

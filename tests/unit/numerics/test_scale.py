@@ -7,12 +7,10 @@ import pickle
 
 import pytest
 import torch
+from support.linears import convert
 from torch import nn
 
-from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
-from fp8_ds.nn.plan.convert import apply_plan
-from fp8_ds.nn.plan.plan import make_plan
 from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.numerics.scale import AmaxHistory, row_scale_from_amax, scale_from_amax
 
@@ -213,8 +211,8 @@ class Readers(nn.Module):
 @pytest.mark.parametrize("duplicate", COPIES, ids=COPY_NAMES)
 def test_a_copied_model_records_what_its_history_scales_by(duplicate):
     torch.manual_seed(0)
-    model, config = Readers(), LinearConfig(recipe="delayed")
-    history = apply_plan(model, make_plan(model, config), config, "cpu")
+    model = Readers()
+    history = convert(model, recipe="delayed")
     x = torch.randn(8, 16)
     model(x).sum().backward()
     history.update(history.amax_local.clone())

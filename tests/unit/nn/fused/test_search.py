@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from support import many_scales
-from support.linears import RECIPES
+from support.linears import RECIPES, convert
 from torch import nn
 
 from fp8_ds.config import ActivationsConfig, LinearConfig
@@ -56,8 +56,8 @@ LAYER = Layer()
 
 def make(recipe="tensorwise", fused=True, nonlinear="bf16"):
     """(converted layer, amax history)"""
-    model, config = copy.deepcopy(LAYER), LinearConfig(recipe=recipe, backend="reference")
-    history = apply_plan(model, make_plan(model, config), config, "cpu")
+    model = copy.deepcopy(LAYER)
+    history = convert(model, recipe=recipe, backend="reference")
     if fused:
         fuse_producers(model, ActivationsConfig(fused=True, nonlinear=nonlinear))
     return model, history
@@ -150,7 +150,7 @@ def causal_lm(**keys):
     return modeling.LlamaForCausalLM(config).bfloat16()
 
 
-def convert(model, recipe="tensorwise", **keys):
+def planned(model, recipe="tensorwise", **keys):
     config = LinearConfig(recipe=recipe, backend="reference", **keys)
     plan = make_plan(model, config)
     apply_plan(model, plan, config, "cpu")
@@ -162,7 +162,7 @@ FUSED = ActivationsConfig(fused=True)
 
 def test_a_llama_is_fused_but_for_its_last_norm():
     model = causal_lm()
-    convert(model)
+    planned(model)
     fusion = fuse_producers(model, FUSED)
     assert fusion.describe() == ("fp8: fused 2 norms and 1 SwiGLU; left: model.norm (no FP8 linear is seen to read it)")
     layer = model.model.layers[0]
@@ -177,7 +177,7 @@ def test_a_llama_is_fused_but_for_its_last_norm():
 
 def test_a_norm_with_one_reader_in_bf16_is_fused_and_gives_it_true_values():
     model = causal_lm()
-    convert(model, filter_fqns=("lm_head", "k_proj"))
+    planned(model, filter_fqns=("lm_head", "k_proj"))
     stock = copy.deepcopy(model)
     fuse_producers(model, FUSED)
     assert isinstance(model.model.layers[0].input_layernorm, FusedRMSNorm)
@@ -187,9 +187,9 @@ def test_a_norm_with_one_reader_in_bf16_is_fused_and_gives_it_true_values():
 
 def test_readers_of_two_recipes_leave_a_norm_alone():
     model = causal_lm()
-    convert(model)
+    planned(model)
     other = causal_lm()
-    convert(other, "rowwise")
+    planned(other, "rowwise")
     attention = model.model.layers[0].self_attn
     attention.q_proj.fp8_recipe = other.model.layers[0].self_attn.q_proj.fp8_recipe
     text = fuse_producers(model, FUSED).describe()
@@ -198,7 +198,7 @@ def test_readers_of_two_recipes_leave_a_norm_alone():
 
 def test_a_norm_used_in_two_places_is_left():
     model = causal_lm()
-    convert(model)
+    planned(model)
     layer = model.model.layers[0]
     layer.post_attention_layernorm = layer.input_layernorm
     assert "(used in several places)" in fuse_producers(model, FUSED).describe()
@@ -207,7 +207,7 @@ def test_a_norm_used_in_two_places_is_left():
 
 def test_layers_taken_back_to_bf16_later_are_served_as_such():
     model = copy.deepcopy(LAYER)
-    plan = convert(model)
+    plan = planned(model)
     fuse_producers(model, FUSED)
     revert(model, plan, [row.fqn for row in plan.layers], "test")
     for name, value in run(LAYER, inputs(), inputs(seed=1)).items():

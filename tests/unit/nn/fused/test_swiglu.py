@@ -8,16 +8,14 @@ from collections import Counter
 import pytest
 import torch
 from support import many_scales
-from support.linears import RECIPES, attach_payload
+from support.linears import RECIPES, attach_payload, convert
 from support.models import SwigluMlp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8_ds.config import ActivationsConfig, LinearConfig
+from fp8_ds.config import ActivationsConfig
 from fp8_ds.nn.fused import mlp as mlp_module
 from fp8_ds.nn.fused.search import fuse_producers
-from fp8_ds.nn.plan.convert import apply_plan
-from fp8_ds.nn.plan.plan import make_plan
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.testing import assert_bitwise, sqnr_db
 
@@ -30,8 +28,8 @@ COVERING = list(zip(RECIPES, itertools.cycle(("fp8", "bf16")), strict=False))
 def make(recipe="tensorwise", nonlinear="bf16", bias=False, updates=1):
     """(fused MLP, amax history with so many updates)"""
     torch.manual_seed(0)
-    mlp, config = SwigluMlp(WIDTH, HIDDEN, bias).bfloat16(), LinearConfig(recipe=recipe)
-    history = apply_plan(mlp, make_plan(mlp, config), config, "cpu")
+    mlp = SwigluMlp(WIDTH, HIDDEN, bias).bfloat16()
+    history = convert(mlp, recipe=recipe)
     fuse_producers(mlp, ActivationsConfig(fused=True, nonlinear=nonlinear))
     for _ in range(updates if history is not None else 0):
         history.update(torch.tensor([50.0, 0.1, 50.0, 0.1, 100.0, 0.1]))

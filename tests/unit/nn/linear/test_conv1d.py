@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.linears import attach_payload
+from support.linears import convert as in_fp8
 from torch import nn
 
 from fp8_ds.config import LinearConfig
@@ -47,10 +48,7 @@ def train(layer: Any, steps: int = 2) -> list[torch.Tensor]:
 
 
 def convert(module: Any, **keys: Any) -> Any:
-    model, config = nn.ModuleDict({"layer": module}), LinearConfig.model_validate(keys)
-    history = apply_plan(model, make_plan(model, config), config, "cpu")
-    if history is not None:
-        module.history = history
+    module.history = in_fp8(nn.ModuleDict({"layer": module}), **keys)
     return module
 
 

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 from support import many_scales
-from support.linears import RECIPES, attach_payload, fp8_of, saved_bytes, step_of
+from support.linears import RECIPES, attach_payload, convert, fp8_of, saved_bytes, step_of
 from torch import nn
 
 from fp8_ds.config import LinearConfig
@@ -14,8 +14,6 @@ from fp8_ds.errors import ConfigError
 from fp8_ds.nn.linear.fp8_linear import Fp8Linear
 from fp8_ds.nn.linear.payload import per_element
 from fp8_ds.nn.linear.recipes import TensorwiseRecipe
-from fp8_ds.nn.plan.convert import apply_plan
-from fp8_ds.nn.plan.plan import make_plan
 from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.ops.blockwise import quantize_blockwise
 from fp8_ds.ops.quantize import quantize, quantize_rowwise, quantize_tensorwise
@@ -183,9 +181,8 @@ def test_products_accumulate_fast_where_the_configuration_says_so(value, recipe,
         return original(*args, use_fast_accum=use_fast_accum)
 
     monkeypatch.setattr(recipe_module, "scaled_mm", spy)
-    config = LinearConfig(recipe=recipe, **({} if value is None else {"fast_accumulation": value}))
     model = nn.Sequential(nn.Linear(32, 16))
-    apply_plan(model, make_plan(model, config), config, torch.device("cpu"))
+    convert(model, recipe=recipe, **({} if value is None else {"fast_accumulation": value}))
     step_of(model[0], torch.randn(8, 32))
     num_fp8 = 2 if recipe == "rowwise_with_gw_hp" else 3
     assert fast == FAST[value][:num_fp8]

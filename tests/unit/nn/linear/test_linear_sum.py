@@ -9,16 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.linears import RECIPES
+from support.linears import RECIPES, convert
 from support.memory import freeing
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8_ds.config import LinearConfig
 from fp8_ds.nn.linear.fp8_linear import Fp8Linear
 from fp8_ds.nn.linear.recipes import Bf16Recipe
-from fp8_ds.nn.plan.convert import apply_plan
-from fp8_ds.nn.plan.plan import make_plan
 from fp8_ds.testing import assert_bitwise
 
 
@@ -32,9 +29,7 @@ class Model(nn.Module):
 
 
 def in_fp8(model: nn.Module, recipe: str) -> None:
-    keys = {"recipe": recipe, "frozen": "fp8", "filter_fqns": ["lora_"]}
-    config = LinearConfig.model_validate(keys)
-    apply_plan(model, make_plan(model, config), config, "cpu")
+    convert(model, recipe=recipe, frozen="fp8", filter_fqns=["lora_"])
 
 
 def adapted(recipe: str) -> tuple[Any, Any, dict[str, Tensor]]:

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from support.linears import attach_payload, fp8_of
+from support.linears import attach_payload, convert, fp8_of
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -132,10 +132,10 @@ def test_in_a_graph_delayed_layers_quantise_their_common_input_once_and_record_i
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(fw_compiler=count, partition_fn=min_cut_rematerialization_partition)
-    model, config = Normed().bfloat16(), LinearConfig(recipe="delayed")
+    model = Normed().bfloat16()
     for compiled in (False, True):
         here = copy.deepcopy(model)
-        history = apply_plan(here, make_plan(here, config), config, "cpu")
+        history = convert(here, recipe="delayed")
         history.update(torch.full_like(history.amax_local, 3.0))
         x = torch.linspace(-1, 4, 16 * 32).view(16, 32).bfloat16().requires_grad_()
         run = torch.compile(here, backend=backend, fullgraph=True) if compiled else here
@@ -230,8 +230,8 @@ def test_parameters_and_buffers_are_quantised_each_time():
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])  # others keep nothing of it for backward anyway
 def test_what_inference_mode_computes_is_kept_for_no_backward_and_quantised_each_time(recipe):
     torch.manual_seed(0)
-    model, config = Normed().bfloat16(), LinearConfig(recipe=recipe)
-    apply_plan(model, make_plan(model, config), config, "cpu")
+    model = Normed().bfloat16()
+    convert(model, recipe=recipe)
     expected = copy.deepcopy(model)
     x = torch.randn(16, 32).bfloat16()
     output = model(x.clone().requires_grad_(), probes=True)

@@ -6,16 +6,14 @@ import copy
 
 import pytest
 import torch
-from support.linears import RECIPES
+from support.linears import RECIPES, convert
 from support.models import SwigluMlp
 from torch import Tensor, nn
 
-from fp8_ds.config import ActivationsConfig, LinearConfig
+from fp8_ds.config import ActivationsConfig
 from fp8_ds.nn.fused.search import fuse_producers
 from fp8_ds.nn.linear.fp8_linear import Fp8Linear
 from fp8_ds.nn.linear.recipes import Bf16Recipe
-from fp8_ds.nn.plan.convert import apply_plan
-from fp8_ds.nn.plan.plan import make_plan
 
 
 def gradients(model: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
@@ -38,8 +36,7 @@ def test_it_computes_what_nn_linear_computes(recipe: str, dtype: torch.dtype) ->
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(160, 96), nn.GELU(), nn.Linear(96, 80, bias=False)).to(dtype)
     stock = copy.deepcopy(model)
-    config = LinearConfig.model_validate({"recipe": recipe, "backend": "reference"})
-    history = apply_plan(model, make_plan(model, config), config, "cpu")
+    history = convert(model, recipe=recipe, backend="reference")
     x, grad = torch.randn(64, 160).to(dtype), torch.randn(64, 80).to(dtype)
     in_fp8 = gradients(model, x, grad)[0]
     switch(model)
@@ -65,11 +62,10 @@ def test_a_fused_mlp_takes_layers_in_bf16(recipe: str, names: tuple[str, ...]) -
     torch.manual_seed(0)
     fused, plain = SwigluMlp(64, 96).bfloat16(), SwigluMlp(64, 96).bfloat16()
     plain.load_state_dict(fused.state_dict())
-    config = LinearConfig.model_validate({"recipe": recipe, "backend": "reference"})
     x, grad = torch.randn(32, 64).bfloat16(), torch.randn(32, 64).bfloat16()
     found = []
     for model in (plain, fused):
-        history = apply_plan(model, make_plan(model, config), config, "cpu")
+        history = convert(model, recipe=recipe, backend="reference")
         if model is fused:
             assert fuse_producers(fused, ActivationsConfig(fused=True)).fused
         gradients(model, x, grad)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.linears import fp8_of
+from support.linears import convert, fp8_of
 from support.models import SwigluMlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -18,8 +18,6 @@ from fp8_ds.config import ActivationsConfig, LinearConfig
 from fp8_ds.nn.fused.search import fuse_producers
 from fp8_ds.nn.linear.recipes import TensorwiseRecipe
 from fp8_ds.nn.moe.products import Groups, grouped_linear
-from fp8_ds.nn.plan.convert import apply_plan
-from fp8_ds.nn.plan.plan import make_plan
 
 WIDTH = 128
 
@@ -40,8 +38,8 @@ def linear() -> nn.Linear:
 
 
 def fused_mlp() -> nn.Module:
-    mlp, config = SwigluMlp(WIDTH, 2 * WIDTH).bfloat16(), LinearConfig()
-    apply_plan(mlp, make_plan(mlp, config), config, "cpu")
+    mlp = SwigluMlp(WIDTH, 2 * WIDTH).bfloat16()
+    convert(mlp)
     fuse_producers(mlp, ActivationsConfig(fused=True))
     return mlp
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 import pickle
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from support.linears import as_fp8_parameter
+from support.linears import convert as in_fp8
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
 from fp8_ds.monitor.statistics import Observers, StatisticsTable
-from fp8_ds.nn.linear.parameter import Fp8Parameter
-from fp8_ds.nn.linear.payload import Fp8Payload
 from fp8_ds.nn.linear.recipes import Bf16Recipe
 from fp8_ds.nn.moe import products as expert_products
 from fp8_ds.nn.moe.experts import Fp8Experts, is_experts, stock_forward, why_not
@@ -55,10 +55,7 @@ def stock(
 
 
 def convert(experts: Any, **keys: Any) -> Any:
-    model, config = nn.ModuleDict({"experts": experts}), LinearConfig.model_validate(keys)
-    history = apply_plan(model, make_plan(model, config), config, "cpu")
-    if history is not None:
-        experts.history = history
+    experts.history = in_fp8(nn.ModuleDict({"experts": experts}), **keys)
     return experts
 
 
@@ -126,27 +123,12 @@ def test_a_token_that_chose_none_gets_nothing() -> None:
         assert float(sqnr_db(one.float(), other.float())) > 15
 
 
-def test_the_stock_text_is_what_it_says_of_itself() -> None:
-    """`stock_forward` is the reference of the tests above, and what classes are compared with."""
-    experts = stock()
-    x, weights = torch.randn(9, HIDDEN).bfloat16(), torch.rand(9, 2)
-    index = torch.randint(0, NUM_EXPERTS, (9, 2))
-    assert_bitwise(stock_forward(experts, x, index, weights), experts(x, index, weights))
+FAMILIES = [("qwen2_moe", "Qwen2Moe"), ("qwen3_moe", "Qwen3Moe"), ("olmoe", "Olmoe"), ("phimoe", "Phimoe")]
 
 
-FAMILIES = [
-    ("mixtral", "Mixtral", {}),
-    ("qwen2_moe", "Qwen2Moe", {}),
-    ("qwen3_moe", "Qwen3Moe", {}),
-    ("olmoe", "Olmoe", {}),
-    ("phimoe", "Phimoe", {}),
-]
-
-
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family[0])
-def test_families_with_mixtrals_text_are_taken(family: tuple[str, str, dict[str, Any]]) -> None:
-    kind, name, more = family
-    experts = stock(kind, name, **more)
+@pytest.mark.parametrize(("kind", "name"), FAMILIES)
+def test_families_with_mixtrals_text_are_taken(kind: str, name: str) -> None:
+    experts = stock(kind, name)
     assert is_experts(experts) and why_not(experts) is None
     expected = run(experts)
     for one, other in zip(expected, run(convert(experts)), strict=True):
@@ -180,7 +162,7 @@ class Clamped(mixtral.MixtralExperts):
         return super().forward(hidden_states.clamp(-1, 1), top_k_index, top_k_weights)
 
 
-def test_what_differs_in_anything_is_not_taken() -> None:
+def test_what_differs_in_anything_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     clamped, gated = stock(), stock()
     clamped.__class__ = Clamped
     gated.__class__ = type("Gated", (mixtral.MixtralExperts,), {"_apply_gate": lambda self, x: x})
@@ -207,21 +189,11 @@ def test_what_differs_in_anything_is_not_taken() -> None:
     replaced = stock()
     replaced.forward = lambda *args: args[0]
     assert {row.reason for row in rows(replaced)} == {"its forward was replaced"}
-
-
-def test_a_forward_that_somebody_has_wrapped_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     original = mixtral.MixtralExperts.forward
-
-    @functools.wraps(original)
-    def larger(*args: Any) -> Any:
-        return 100 * original(*args)
-
-    experts = stock()
-    assert is_experts(experts)
-    with monkeypatch.context() as patch:
-        patch.setattr(mixtral.MixtralExperts, "forward", larger)
-        assert not is_experts(experts) and why_not(experts) == "another forward than Mixtral's"
-    assert is_experts(experts)
+    monkeypatch.setattr(
+        mixtral.MixtralExperts, "forward", functools.wraps(original)(lambda *args: 100 * original(*args))
+    )
+    assert not is_experts(stock())
 
 
 def rows(experts: Any, **keys: Any) -> Any:
@@ -270,11 +242,18 @@ def test_filters_frozen_weights_scales_of_rows_and_autotp_leave_them_in_bf16() -
     assert {row.reason for row in plan.layers} == {"experts under AutoTP"}
 
 
-def test_first_and_last_layers_are_left_with_their_experts() -> None:
+def test_first_and_last_layers_are_left_with_their_experts_and_a_plan_survives_a_checkpoint() -> None:
     layers = nn.ModuleList(nn.ModuleDict({"experts": stock()}) for _ in range(3))
-    config = LinearConfig.model_validate({"num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1})
-    plan = make_plan(nn.ModuleDict({"layers": layers}), config)
+    keys = {"num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1}
+    plan = make_plan(nn.ModuleDict({"layers": layers}), LinearConfig.model_validate(keys))
     assert [row.converted for row in plan.layers] == [False, False, True, True, False, False]
+    model = nn.ModuleDict({"experts": stock(), "head": nn.Linear(16, 16)})
+    plan = make_plan(model, LinearConfig())
+    assert Plan.from_state(plan.to_state()) == plan
+    assert plan.to_state()["layers"][2] == ["head", 16, 16, True, "eligible"]  # as before there were experts
+    apply_plan(model, plan, LinearConfig(), "cpu")
+    with pytest.raises(ConfigError, match="got Fp8Experts at 'experts'"):
+        make_plan(model, LinearConfig())
 
 
 def test_one_weight_alone_can_be_in_fp8_and_reverted_ones_are_what_they_were() -> None:
@@ -289,16 +268,6 @@ def test_one_weight_alone_can_be_in_fp8_and_reverted_ones_are_what_they_were() -
     assert type(model["experts"]) is mixtral.MixtralExperts and "fp8_recipes" not in vars(model["experts"])
     for one, other in zip(expected, run(model["experts"]), strict=True):
         assert_bitwise(one, other)
-
-
-def test_a_plan_survives_a_checkpoint_and_no_model_is_planned_twice() -> None:
-    model, config = nn.ModuleDict({"experts": stock(), "head": nn.Linear(16, 16)}), LinearConfig()
-    plan = Plan.from_state(make_plan(model, config).to_state())
-    assert plan == make_plan(model, config)
-    assert plan.to_state()["layers"][2] == ["head", 16, 16, True, "eligible"]  # as before there were experts
-    apply_plan(model, plan, config, "cpu")
-    with pytest.raises(ConfigError, match="expected one that no engine has converted, got Fp8Experts at 'experts'"):
-        make_plan(model, config)
 
 
 def test_estimates_count_their_weights_as_bytes_and_run_them_without_numbers() -> None:
@@ -321,28 +290,6 @@ def test_estimates_count_their_weights_as_bytes_and_run_them_without_numbers() -
     fp8, bf16 = kept
     assert max(fp8.peaks) == max(bf16.peaks) == sum(p.numel() for p in block.parameters())
     assert 2 * tokens * 2 * INTER < fp8.kept < bf16.kept
-
-
-def loss_of_fakes(model: Any) -> torch.Tensor:
-    experts = model["experts"]
-    x = torch.randn(64, HIDDEN).bfloat16().requires_grad_()
-    output: torch.Tensor = experts(x, torch.randint(0, experts.num_experts, (64, 2)), torch.rand(64, 2))
-    return output.float().sum()
-
-
-def test_estimates_count_them_in_one_launch_as_on_a_gpu() -> None:
-    """The products need all weights of a parameter transposed at once, and no number of tokens."""
-    num_experts, peaks = 20, []
-    with torch.device("meta"):
-        experts = stock(num_experts=num_experts)
-    for is_one in (True, False):
-        model = nn.ModuleDict({"experts": copy.deepcopy(experts)})
-        config = LinearConfig()
-        apply_plan(model, make_plan(model, config), config, "cpu")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(expert_products, "can_be_one_launch", lambda features, device, is_one=is_one: is_one)
-            peaks.append(count_activations(model, loss_of_fakes).peak(lambda num: 2 * num))
-    assert 0 < peaks[0] - peaks[1] < 3 * num_experts * 2 * INTER * HIDDEN
 
 
 def at_once(patch: pytest.MonkeyPatch) -> None:
@@ -399,11 +346,10 @@ def test_a_copy_of_experts_in_fp8_multiplies_by_their_bytes() -> None:
     """Whose scale is a power of two, and would be another by the copy's values."""
     experts = convert(stock())
     for p in experts.parameters():
-        amax = float(p.detach().abs().max())
-        scale = torch.tensor(2.0 ** math.floor(math.log2(448 / amax)) / 2)
-        payload = Fp8Payload("w", scale, 1 / scale, p.dtype)
-        payload.data = quantize(p.detach(), scale, E4M3)
-        p._fp8, p.data, p.__class__ = payload, payload.nominal(p.shape), Fp8Parameter
+        as_fp8_parameter(p)
+        payload = p._fp8
+        scale = torch.exp2(payload.scale.log2().floor() - 1)
+        payload.scale, payload.scale_inv, payload.data = scale, 1 / scale, quantize(payload.dequantize(), scale, E4M3)
     expected = run(experts, steps=1)
     for again in (copy.deepcopy(experts), copy.deepcopy(copy.deepcopy(experts)), pickle.loads(pickle.dumps(experts))):
         assert all(type(p) is nn.Parameter for p in again.parameters())
@@ -411,40 +357,23 @@ def test_a_copy_of_experts_in_fp8_multiplies_by_their_bytes() -> None:
             assert_bitwise(one, other)
 
 
-def test_a_compiled_model_calls_it_as_it_is() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.experts = convert(stock())
-
-        def forward(self, *args: Any) -> Any:
-            return self.experts(*args) * 2
-
-    block = Block()
-    x, index, weights = torch.randn(9, HIDDEN).bfloat16(), torch.randint(0, NUM_EXPERTS, (9, 2)), torch.rand(9, 2)
-    expected = block(x, index, weights)
-    counter = CompileCounterWithBackend("aot_eager")
-    block.compile(backend=counter)
-    for shift in range(3):  # other numbers of tokens an expert make no other graphs
-        found = block(x, (index + shift) % NUM_EXPERTS, weights)
-        if shift == 0:
-            assert_bitwise(found, expected)
-            num = counter.frame_count
-    assert counter.frame_count == num
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_it_is_the_same(reentrant: bool) -> None:
+def test_recomputed_or_compiled_it_is_the_same() -> None:
     experts = convert(stock())
-    expected = run(experts)
-    forward = Fp8Experts.forward
-
-    def checkpointed(*args: Any) -> Any:
-        return torch.utils.checkpoint.checkpoint(forward, experts, *args, use_reentrant=reentrant)
-
-    experts.forward = checkpointed
-    for one, other in zip(expected, run(experts), strict=True):
-        assert_bitwise(one, other)
+    expected, forward = run(experts), Fp8Experts.forward
+    for reentrant in (False, True):
+        experts.forward = partial(checkpoint, forward, experts, use_reentrant=reentrant)
+        for one, other in zip(expected, run(experts), strict=True):
+            assert_bitwise(one, other)
+    del experts.forward
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda *args: experts(*args) * 2, backend=counter)
+    x, index, weights = torch.randn(9, HIDDEN).bfloat16(), torch.randint(0, NUM_EXPERTS, (9, 2)), torch.rand(9, 2)
+    num_graphs = []
+    for shift in range(3):  # other numbers of tokens an expert make no other graphs
+        chosen = (index + shift) % NUM_EXPERTS
+        assert_bitwise(compiled(x, chosen, weights), experts(x, chosen, weights) * 2)
+        num_graphs.append(counter.frame_count)
+    assert num_graphs[0] == num_graphs[-1]
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])

@@ -19,7 +19,6 @@ from fp8_ds.nn.moe.products import Groups, grouped_linear, has_one_launch
 from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.numerics.scale import AmaxHistory
 from fp8_ds.ops import grouped
-from fp8_ds.ops.gemm import scaled_mm
 from fp8_ds.ops.quantize import quantize_tensorwise
 from fp8_ds.testing import assert_bitwise
 
@@ -88,34 +87,6 @@ def test_rows_are_the_tokens_by_expert_each_from_a_multiple_of_16_on(choices: li
     assert_bitwise(groups.dispatch(codes).float(), groups.dispatch(codes.float()))
 
 
-@pytest.mark.parametrize("is_dispatched", [False, True])
-@pytest.mark.parametrize("choices", [CHOICES, MANY], ids=["few", "many"])
-@pytest.mark.parametrize("backend", ["torch", "reference"])
-def test_it_is_each_experts_own_product_under_one_scale(
-    backend: Any, choices: list[list[int]], is_dispatched: bool
-) -> None:
-    groups, x, weight, grad = experts(choices)
-    given = groups.dispatch(x) if is_dispatched else x
-    recipe = TensorwiseRecipe(LinearConfig(backend=backend))
-    output, grad_x, grad_weight = run(given, weight, groups, recipe, grad, is_dispatched)
-    x_fp8, x_inv = quantize_tensorwise(x, E4M3)
-    w_fp8, w_inv = quantize_tensorwise(weight, E4M3)
-    g_fp8, g_inv = quantize_tensorwise(grad, E5M2)
-    expected_x = torch.zeros_like(grad_x if is_dispatched else groups.dispatch(x))
-    for expert, (start, end) in enumerate(groups.bounds[:-1]):
-        own = tokens_of(expert, choices)
-        x_e, g_e = (codes.view(torch.uint8) for codes in (x_fp8, g_fp8))
-        x_e, g_e = x_e[own].view(x_fp8.dtype), g_e[start : start + len(own)].view(g_fp8.dtype)
-        rows = slice(start, start + len(own))
-        assert_bitwise(output[rows], scaled_mm(x_e, w_fp8[expert], x_inv, w_inv, torch.bfloat16, backend))
-        assert not output[start + len(own) : end].any()
-        expected_x[rows] = scaled_mm(g_e, w_fp8[expert].t(), g_inv, w_inv, torch.bfloat16, backend)
-        expected = scaled_mm(g_e.t(), x_e.t(), g_inv, x_inv, torch.bfloat16, backend)
-        assert_bitwise(grad_weight[expert], expected)
-        assert bool(own) == bool(grad_weight[expert].any())
-    assert_bitwise(grad_x, expected_x if is_dispatched else groups.collect(expected_x).sum(1))
-
-
 def with_payload(weight: Tensor, codes: Tensor, scale_inv: Tensor) -> nn.Parameter:
     """As ZeRO leaves it: NaN, and FP8 bytes beside it."""
     p: Any = nn.Parameter(torch.full((1,), float("nan")).bfloat16().expand(weight.shape))
@@ -132,19 +103,22 @@ def delayed() -> DelayedRecipe:
     return recipe
 
 
-@pytest.mark.parametrize("choices", [CHOICES, MANY], ids=["few", "many"])
-def test_it_is_the_fp8_linears_of_the_experts_where_scales_are_the_same(choices: list[list[int]]) -> None:
+@pytest.mark.parametrize(("choices", "is_dispatched"), [(CHOICES, False), (MANY, False), (MANY, True)])
+def test_it_is_the_fp8_linears_of_the_experts_where_scales_are_the_same(
+    choices: list[list[int]], is_dispatched: bool
+) -> None:
     groups, x, weight, grad = experts(choices)
     codes, scale_inv = quantize_tensorwise(weight, E4M3)
-    p, given, recipe = with_payload(weight, codes, scale_inv), x.clone().requires_grad_(), delayed()
-    output = grouped_linear(given, p, groups, recipe, is_dispatched=False)
+    p, recipe = with_payload(weight, codes, scale_inv), delayed()
+    given = (groups.dispatch(x) if is_dispatched else x.clone()).requires_grad_()
+    output = grouped_linear(given, p, groups, recipe, is_dispatched=is_dispatched)
     output.backward(grad)
     assert given.grad is not None and p.grad is not None
     expected_x, amaxes = torch.zeros(groups.num_rows, NUM_IN).bfloat16(), []
-    for expert, (start, _) in enumerate(groups.bounds[:-1]):
+    for expert, (start, end) in enumerate(groups.bounds[:-1]):
         own = tokens_of(expert, choices)
+        assert not output[start + len(own) : end].any() and bool(own) == bool(p.grad[expert].any())
         if not own:
-            assert not p.grad[expert].any()
             continue
         linear: Any = nn.Linear(NUM_IN, NUM_OUT, bias=False).bfloat16()
         linear.weight = with_payload(weight[expert], codes[expert], scale_inv)
@@ -152,13 +126,14 @@ def test_it_is_the_fp8_linears_of_the_experts_where_scales_are_the_same(choices:
         Fp8Linear.from_linear(linear, own_recipe)
         x_e = x[own].clone().requires_grad_()
         rows = slice(start, start + len(own))
-        assert_bitwise(output[rows].detach(), linear(x_e).detach())
-        linear(x_e).backward(grad[rows])
+        own_output = linear(x_e)
+        assert_bitwise(output[rows].detach(), own_output.detach())
+        own_output.backward(grad[rows])
         assert x_e.grad is not None
         expected_x[rows] = x_e.grad
         assert_bitwise(p.grad[expert], linear.weight.grad)
         amaxes.append(own_recipe.history.amax_local)
-    assert_bitwise(given.grad, groups.collect(expected_x).sum(1))
+    assert_bitwise(given.grad, expected_x if is_dispatched else groups.collect(expected_x).sum(1))
     assert_bitwise(recipe.history.amax_local, torch.stack(amaxes).amax(0))
 
 
@@ -247,9 +222,19 @@ def whole_numbers(shape: tuple[int, ...], seed: int) -> Tensor:
     return values[torch.randint(6, shape, generator=torch.Generator().manual_seed(seed))].bfloat16()
 
 
-@pytest.mark.parametrize("is_dispatched", [False, True])
-@pytest.mark.parametrize("choices", [CHOICES, MANY, NOBODYS], ids=["few", "many", "nobodys"])
-def test_one_launch_is_the_loop_to_the_bit_where_sums_are_exact(choices: list[list[int]], is_dispatched: bool) -> None:
+@pytest.mark.parametrize(
+    ("choices", "is_dispatched", "in_bf16"),
+    [
+        (CHOICES, False, False),
+        (MANY, True, False),
+        (NOBODYS, False, False),
+        (NOBODYS, True, False),
+        (MANY, False, True),
+    ],
+)
+def test_one_launch_is_the_loop_to_the_bit_where_sums_are_exact(
+    choices: list[list[int]], is_dispatched: bool, in_bf16: bool
+) -> None:
     """7 is 448 / 64, E4M3's largest: such codes are whole numbers. So are E5M2's, of 57344 / 8192."""
     found = []
     for is_packed in (False, True):
@@ -258,25 +243,14 @@ def test_one_launch_is_the_loop_to_the_bit_where_sums_are_exact(choices: list[li
         x[0], weight[0] = 7, 7
         grad = groups.dispatch(whole_numbers((len(choices), NUM_OUT), 2))
         given = groups.dispatch(x) if is_dispatched else x
-        recipe = TensorwiseRecipe(LinearConfig())
-        output, grad_x, grad_weight = run(given, weight, groups, recipe, grad, is_dispatched)
+        fp8 = TensorwiseRecipe(LinearConfig())  # a weight of a layer may be in bf16 for now, and another one in FP8
+        output, grad_x, grad_weight = run(
+            given, weight, groups, Bf16Recipe(fp8) if in_bf16 else fp8, grad, is_dispatched
+        )
         found.append([groups.collect(output), groups.collect(grad_x) if is_dispatched else grad_x, grad_weight])
     for one, other in zip(*found, strict=True):
         assert one.any()
         assert torch.equal(one, other)  # zeros may differ in their signs
-
-
-def test_packed_rows_in_bf16_are_a_loop() -> None:
-    """A weight of a layer may be in bf16 for now, and another one in FP8."""
-    found = []
-    for is_packed in (False, True):
-        groups, x, weight, _ = experts(MANY, is_packed)
-        grad = groups.dispatch(torch.ones(len(MANY), NUM_OUT).bfloat16())
-        recipe = Bf16Recipe(TensorwiseRecipe(LinearConfig()))
-        output, grad_x, grad_weight = run(x, weight, groups, recipe, grad, is_dispatched=False)
-        found.append([groups.collect(output), grad_x, grad_weight])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])

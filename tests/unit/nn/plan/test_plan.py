@@ -6,6 +6,7 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
+from support.linears import convert
 from torch import nn
 
 from fp8_ds.config import LinearConfig
@@ -279,8 +280,8 @@ def test_apply_retypes_what_the_plan_says_and_nothing_else():
 
 
 def test_delayed_gives_each_layer_its_two_slots():
-    model, config = Model(), LinearConfig(recipe="delayed", grad_dtype="e5m2")
-    history = apply_plan(model, make_plan(model, config), config, "cpu")
+    model = Model()
+    history = convert(model, recipe="delayed", grad_dtype="e5m2")
     assert history.num_slots == 8
     assert history.fp8_max.tolist() == [448.0, 57344.0] * 4
     assert history.names == tuple(f"{fqn} {operand}" for fqn in BLOCKS for operand in ("input", "grad_output"))
