@@ -42,7 +42,7 @@ def fp8_of(linear: nn.Linear, recipe: str = "tensorwise", input_cache: InputCach
 
 
 def convert(model: nn.Module, **keys: Any) -> Any:
-    """Put the linears of `model` into FP8 as an engine with this "linear" block does; return its AmaxHistory, if any."""
+    """Put the linears of `model` into FP8 as an engine with this "linear" block does; return its AmaxHistory."""
     config = LinearConfig.model_validate(keys)
     return apply_plan(model, make_plan(model, config), config, "cpu")
 

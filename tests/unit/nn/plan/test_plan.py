@@ -45,13 +45,21 @@ def converted(plan):
 BLOCKS = ["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down"]
 
 
-def test_default_converts_all_but_the_head():
-    plan = make_plan(Model(), LinearConfig())
+def test_default_converts_all_but_the_head_once():
+    model = Model()
+    plan = make_plan(model, LinearConfig())
     assert converted(plan) == BLOCKS
     assert reasons(plan) == {"lm_head": "filter_fqns"}
     assert plan.num_converted == 4
     assert plan.describe() == "fp8: 4 of 5 linears, 83.7 % of linear weights; bf16: lm_head (filter_fqns)"
     assert LayerPlan("blocks.1.down", 32, 64, True, "eligible") in plan.layers
+    parameters = dict(model.named_parameters())
+    assert apply_plan(model, plan, LinearConfig(), "cpu") is None
+    types = {name: type(module) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    assert types == {**dict.fromkeys(BLOCKS, Fp8Linear), "lm_head": nn.Linear}
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    with pytest.raises(ConfigError, match="expected one that no engine has converted, got Fp8Linear at"):
+        make_plan(model, LinearConfig())
 
 
 class Deep(nn.Module):
@@ -64,22 +72,6 @@ class Deep(nn.Module):
         self.heads = nn.ModuleList([nn.Linear(32, 32) for _ in range(3)])
 
 
-@pytest.mark.parametrize(("first", "last"), [(1, 0), (0, 1), (1, 2), (0, 0)])
-def test_layers_at_the_ends_of_each_stack_stay_in_bf16_as_named(first, last):
-    config = LinearConfig(num_layers_at_start_in_bf16=first, num_layers_at_end_in_bf16=last)
-    plan = make_plan(Deep(), config)
-    expected = {}
-    for stack, length in (("encoder.1", 3), ("decoder", 4)):
-        expected |= {f"{stack}.{i}": "num_layers_at_end_in_bf16" for i in range(length - last, length)}
-        expected |= {f"{stack}.{i}": "num_layers_at_start_in_bf16" for i in range(first)}
-    found = reasons(plan)
-    assert {
-        name.split(".experts")[0].rsplit(".up")[0].rsplit(".down")[0]: why for name, why in found.items()
-    } == expected
-    assert len(found) == (first + last) * (2 + 4)
-    assert len(converted(plan)) == 1 + 3 * 2 + 4 * 4 + 3 - len(found)
-
-
 @pytest.mark.parametrize(
     ("patterns", "in_bf16"),
     [
@@ -87,19 +79,28 @@ def test_layers_at_the_ends_of_each_stack_stay_in_bf16_as_named(first, last):
         (["encoder.1.-3.down", "decoder.-2.experts.0.up"], ["encoder.1.0.down", "decoder.2.experts.0.up"]),
         (["-1.up"], ["encoder.1.2.up"]),
         (["heads.-3"], ["heads.0"]),
+        (["decoder.-1"], [f"decoder.11.{name}" for name in ("up", "down")]),  # and not 1, of which it is a part
     ],
 )
 def test_negative_numbers_in_names_count_from_the_end_of_the_outermost_list(patterns, in_bf16):
-    plan = make_plan(Deep(), LinearConfig(filter_fqns=tuple(patterns)))
+    model = Deep()
+    if "11" in in_bf16[0]:
+        model.decoder = nn.ModuleList([Block() for _ in range(12)])
+    plan = make_plan(model, LinearConfig(filter_fqns=tuple(patterns)))
     assert reasons(plan) == dict.fromkeys(in_bf16, "filter_fqns")
 
 
-@pytest.mark.parametrize("pattern", ["layers.-1", "-1", "layers.-1."])
-def test_a_negative_number_is_a_whole_one(pattern):
-    """ "layers.-1" is part of "layers.-12", too."""
-    model = nn.ModuleDict({"layers": nn.ModuleList([Block() for _ in range(12)])})
-    plan = make_plan(model, LinearConfig(filter_fqns=(pattern,)))
-    assert reasons(plan) == dict.fromkeys(["layers.11.up", "layers.11.down"], "filter_fqns")
+def test_layers_at_the_ends_of_each_stack_stay_in_bf16_as_named():
+    config = LinearConfig(num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=2)
+    plan = make_plan(Deep(), config)
+    at_start, at_end = "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"
+    expected = {"encoder.1.0": at_start, "encoder.1.1": at_end, "encoder.1.2": at_end}
+    expected |= {"decoder.0": at_start, "decoder.2": at_end, "decoder.3": at_end}
+    found = reasons(plan)
+    assert {
+        name.split(".experts")[0].rsplit(".up")[0].rsplit(".down")[0]: why for name, why in found.items()
+    } == expected
+    assert (len(found), len(converted(plan))) == (3 * (2 + 4), 8)
 
 
 @pytest.mark.parametrize("pattern", ["blocks.-3.", "blocks.-1.gate", "lm_head.-1"])
@@ -128,18 +129,34 @@ def test_ends_that_a_model_does_not_have_are_an_error(model, told):
         make_plan(model, config)
 
 
-def test_tied_head_is_never_converted():
-    plan = make_plan(Model(tie=True), LinearConfig(filter_fqns=()))
-    assert reasons(plan) == {"lm_head": "tied weight"}
+def test_tied_frozen_empty_and_other_weights_stay_in_bf16_and_say_why():
+    class Lora(nn.Linear):
+        pass
 
-
-def test_two_linears_with_one_weight_are_never_converted():
-    model = Model()
+    model = Model(tie=True)
+    assert reasons(make_plan(model, LinearConfig(filter_fqns=()))) == {"lm_head": "tied weight"}
     model.blocks[1].up.weight = model.blocks[0].up.weight
+    model.blocks[0].down.weight.requires_grad_(False)
+    model.lora, model.attention = Lora(16, 16), nn.MultiheadAttention(16, 2)
+    model.empty, model.integers, model.normed = (nn.Linear(4, 4) for _ in range(3))
+    model.empty.weight = nn.Parameter(torch.zeros(0, 4))
+    model.integers.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
+    del model.normed.weight
+    model.normed.weight = torch.zeros(4, 4)  # as torch.nn.utils.weight_norm leaves it
     plan = make_plan(model, LinearConfig())
-    assert reasons(plan) == {
-        "blocks.0.up": "tied weight", "blocks.1.up": "tied weight", "lm_head": "filter_fqns"
-    }  # fmt: skip
+    assert converted(plan) == ["blocks.1.down"]
+    found = reasons(plan)
+    assert found.pop("attention.out_proj")
+    assert found == {
+        **dict.fromkeys(["blocks.0.up", "blocks.1.up"], "tied weight"),
+        "lm_head": "filter_fqns",
+        "blocks.0.down": "frozen",
+        "lora": "a Lora, not exactly nn.Linear",
+        "empty": "empty",
+        "integers": "dtype int8",
+        "normed": "weight is no Parameter of its own",
+    }
+    assert converted(make_plan(model, LinearConfig(frozen="fp8"))) == ["blocks.0.down", "blocks.1.down"]
 
 
 def test_one_module_under_two_names_converts_once_and_obeys_the_filter_by_either():
@@ -152,26 +169,6 @@ def test_one_module_under_two_names_converts_once_and_obeys_the_filter_by_either
     model = nn.ModuleDict({"first": nn.Linear(16, 16), "other": nn.Linear(16, 16)})
     model["again"] = model["first"]
     assert reasons(make_plan(model, LinearConfig(filter_fqns=("again",)))) == {"first": "filter_fqns"}
-
-
-@pytest.mark.parametrize(("frozen", "expected"), [("bf16", BLOCKS[1:]), ("fp8", BLOCKS)])
-def test_frozen_weights_follow_the_key(frozen, expected):
-    model = Model()
-    model.blocks[0].up.weight.requires_grad_(False)
-    plan = make_plan(model, LinearConfig(frozen=frozen))
-    assert converted(plan) == expected
-    assert plan.layers[0].reason == "frozen"
-
-
-def test_subclasses_of_linear_are_left_alone_and_named():
-    class Lora(nn.Linear):
-        pass
-
-    model = nn.ModuleDict({"a": nn.Linear(16, 16), "b": Lora(16, 16), "c": nn.MultiheadAttention(16, 2)})
-    plan = make_plan(model, LinearConfig())
-    assert converted(plan) == ["a"]
-    assert reasons(plan)["b"] == "a Lora, not exactly nn.Linear"
-    assert "c.out_proj" in reasons(plan)
 
 
 def wrap_forward(module):
@@ -200,50 +197,23 @@ def test_a_linear_whose_forward_was_replaced_is_left_alone_and_named(wrap):
         make_plan(model, LinearConfig())
 
 
-def replaced_class(monkeypatch):
-    stock = nn.Linear.forward
-    monkeypatch.setattr(nn.Linear, "forward", functools.wraps(stock)(lambda self, x: stock(self, x)))
-    return "torch.nn.modules.linear.Linear.forward was replaced"
-
-
-def replaced_function(monkeypatch):
-    stock = F.linear
-    monkeypatch.setattr(F, "linear", functools.wraps(stock)(lambda *args: stock(*args)))
-    return "torch.nn.functional.linear was replaced"
-
-
-@pytest.mark.parametrize("replace", [replaced_class, replaced_function])
-def test_where_a_function_of_all_linears_was_replaced_they_stay_in_bf16(replace, monkeypatch):
-    model = Model()
-    before = make_plan(model, LinearConfig())
-    reason = replace(monkeypatch)
+@pytest.mark.parametrize("owner", [nn.Linear, F])
+def test_where_a_function_of_all_linears_was_replaced_they_stay_in_bf16(owner, monkeypatch):
+    model, name = Model(), "linear" if owner is F else "forward"
+    before, stock = make_plan(model, LinearConfig()), getattr(owner, name)
+    monkeypatch.setattr(owner, name, functools.wraps(stock)(lambda *args: stock(*args)))
     plan = make_plan(model, LinearConfig(), may_be_empty=True)
-    assert plan.num_converted == 0 and {reasons(plan)[fqn] for fqn in BLOCKS} == {reason}
-    with pytest.raises(ConfigError, match=f"{reason}.*undo what replaces a function for all of them"):
+    (reason,) = {reasons(plan)[fqn] for fqn in BLOCKS}
+    assert plan.num_converted == 0 and reason.endswith(f".{name} was replaced")
+    with pytest.raises(ConfigError, match="undo what replaces a function for all of them"):
         make_plan(model, LinearConfig())
-    if replace is not replaced_class:  # what linears will call counts, where that is another
+    if owner is F:  # what linears will call counts, where that is another, and DeepSpeed's own are no reason
         assert make_plan(model, LinearConfig(), linear=torch._C._nn.linear) == before
-
-
-def test_deepspeeds_own_products_are_no_reason(monkeypatch):
-    zero3 = pytest.importorskip("deepspeed.runtime.zero.linear").zero3_linear_wrap
-    profiler = pytest.importorskip("deepspeed.profiling.flops_profiler.profiler")
-    before = make_plan(Model(), LinearConfig())
-    for linear in (zero3, profiler.wrapFunc(F.linear, profiler._linear_flops_compute)):
-        monkeypatch.setattr(F, "linear", linear)
-        assert make_plan(Model(), LinearConfig()) == before
-
-
-def test_empty_weights_and_integer_weights_are_left_alone():
-    model = nn.ModuleDict(
-        {"a": nn.Linear(16, 16), "b": nn.Linear(16, 16), "c": nn.Linear(16, 16), "d": nn.Linear(4, 4)}
-    )
-    model["b"].weight = nn.Parameter(torch.zeros(0, 16))
-    model["c"].weight = nn.Parameter(torch.zeros(16, 16, dtype=torch.int8), requires_grad=False)
-    del model["d"].weight
-    model["d"].weight = torch.zeros(4, 4)  # as torch.nn.utils.weight_norm leaves it
-    plan = make_plan(model, LinearConfig())
-    assert reasons(plan) == {"b": "empty", "c": "dtype int8", "d": "weight is no Parameter of its own"}
+        zero3 = pytest.importorskip("deepspeed.runtime.zero.linear").zero3_linear_wrap
+        profiler = pytest.importorskip("deepspeed.profiling.flops_profiler.profiler")
+        for linear in (zero3, profiler.wrapFunc(stock, profiler._linear_flops_compute)):
+            monkeypatch.setattr(F, "linear", linear)
+            assert make_plan(model, LinearConfig()) == before
 
 
 def test_sharded_parameters_are_planned_by_their_true_shape():
@@ -270,15 +240,6 @@ def test_nothing_to_convert_is_an_error_that_says_what_was_found(model, found):
     assert found in str(error.value) and "filter_fqns" in str(error.value)
 
 
-def test_apply_retypes_what_the_plan_says_and_nothing_else():
-    model = Model()
-    parameters = dict(model.named_parameters())
-    assert apply_plan(model, make_plan(model, LinearConfig()), LinearConfig(), "cpu") is None
-    types = {name: type(module) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    assert types == {**dict.fromkeys(BLOCKS, Fp8Linear), "lm_head": nn.Linear}
-    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
-
-
 def test_delayed_gives_each_layer_its_two_slots():
     model = Model()
     history = convert(model, recipe="delayed", grad_dtype="e5m2")
@@ -290,14 +251,6 @@ def test_delayed_gives_each_layer_its_two_slots():
     scales = [history.scale[index].data_ptr() for index in range(8)]
     assert [slot.scale.data_ptr() for recipe in recipes for slot in (recipe.slot_x, recipe.slot_grad)] == scales
     assert set(history.state_dict()) & set(model.state_dict()) == set()
-
-
-def test_a_converted_model_gets_no_plan():
-    model = Model()
-    plan = make_plan(model, LinearConfig())
-    apply_plan(model, plan, LinearConfig(), "cpu")
-    with pytest.raises(ConfigError, match="expected one that no engine has converted, got Fp8Linear at"):
-        make_plan(model, LinearConfig())
 
 
 def test_plan_survives_a_weights_only_checkpoint():
