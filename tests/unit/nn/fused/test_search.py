@@ -11,7 +11,7 @@ from torch import nn
 from fp8_ds.config import ActivationsConfig, LinearConfig
 from fp8_ds.errors import ConfigError
 from fp8_ds.nn.fused.mlp import FusedSwiglu
-from fp8_ds.nn.fused.module import FusedModule, Producer
+from fp8_ds.nn.fused.module import Producer
 from fp8_ds.nn.fused.norm import FusedRMSNorm
 from fp8_ds.nn.fused.search import find_swiglu, fuse_producers
 from fp8_ds.nn.linear.fp8_linear import Fp8Linear
@@ -117,29 +117,6 @@ def test_the_layer_computes_what_the_unfused_one_computes(recipe):
         assert sqnr_db(value, got[name]) > 30, name
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_evaluation_records_nothing_and_computes_the_same(recipe):
-    model, history = make(recipe)
-    if history is not None:
-        history.update(torch.ones_like(history.amax_local))
-    expected = model(inputs()).detach()
-    if history is not None:
-        history.amax_local.zero_()
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            assert_bitwise(model(inputs()), expected)
-    assert history is None or not history.amax_local.any()
-
-
-def test_parameters_and_their_names_stay():
-    model, _ = make()
-    assert [(n, p.shape) for n, p in model.named_parameters()] == [(n, p.shape) for n, p in LAYER.named_parameters()]
-    assert list(model.state_dict()) == list(LAYER.state_dict())
-    assert [name for name, _ in model.named_modules()] == [name for name, _ in LAYER.named_modules()]
-    LAYER.load_state_dict(model.state_dict())
-    assert isinstance(model.layer.input_layernorm, (modeling.LlamaRMSNorm, FusedModule))
-
-
 # --- what is fused, and what is said ---
 
 
@@ -163,15 +140,17 @@ FUSED = ActivationsConfig(fused=True)
 def test_a_llama_is_fused_but_for_its_last_norm():
     model = causal_lm()
     planned(model)
+    fqns, keys = [name for name, _ in model.named_modules()], list(model.state_dict())
     fusion = fuse_producers(model, FUSED)
     assert fusion.describe() == ("fp8: fused 2 norms and 1 SwiGLU; left: model.norm (no FP8 linear is seen to read it)")
+    assert (fqns, keys) == ([name for name, _ in model.named_modules()], list(model.state_dict()))
     layer = model.model.layers[0]
     assert [type(m).__name__ for m in (layer.input_layernorm, layer.mlp)] == ["Fp8LlamaRMSNorm", "Fp8LlamaMLP"]
     assert type(model.model.norm) is modeling.LlamaRMSNorm
     attention = layer.self_attn
     assert layer.input_layernorm.fp8_producer.readers == (attention.q_proj, attention.k_proj, attention.v_proj)
     assert layer.post_attention_layernorm.fp8_producer.readers == (layer.mlp.gate_proj, layer.mlp.up_proj)
-    with pytest.raises(ConfigError, match=r"^model: expected no fused module yet, got one at 'model\.layers\.0\.mlp'"):
+    with pytest.raises(ConfigError, match="expected no fused module yet"):
         fuse_producers(model, FUSED)
 
 
@@ -185,24 +164,17 @@ def test_a_norm_with_one_reader_in_bf16_is_fused_and_gives_it_true_values():
     assert sqnr_db(stock(tokens).logits.detach(), model(tokens).logits.detach()) > 30
 
 
-def test_readers_of_two_recipes_leave_a_norm_alone():
+def test_norms_with_readers_of_two_recipes_or_two_places_are_left():
     model = causal_lm()
     planned(model)
     other = causal_lm()
     planned(other, "rowwise")
-    attention = model.model.layers[0].self_attn
-    attention.q_proj.fp8_recipe = other.model.layers[0].self_attn.q_proj.fp8_recipe
-    text = fuse_producers(model, FUSED).describe()
-    assert "left: model.layers.0.input_layernorm (read by recipes rowwise and tensorwise), model.norm (" in text
-
-
-def test_a_norm_used_in_two_places_is_left():
-    model = causal_lm()
-    planned(model)
     layer = model.model.layers[0]
-    layer.post_attention_layernorm = layer.input_layernorm
-    assert "(used in several places)" in fuse_producers(model, FUSED).describe()
-    assert type(layer.input_layernorm) is modeling.LlamaRMSNorm
+    layer.self_attn.q_proj.fp8_recipe = other.model.layers[0].self_attn.q_proj.fp8_recipe
+    layer.post_attention_layernorm = model.model.norm
+    left = dict(fuse_producers(model, FUSED).left)
+    assert left["model.layers.0.input_layernorm"] == "read by recipes rowwise and tensorwise"
+    assert "used in several places" in left.values() and type(model.model.norm) is modeling.LlamaRMSNorm
 
 
 def test_layers_taken_back_to_bf16_later_are_served_as_such():
@@ -301,30 +273,14 @@ def only_nonlinear(nonlinear):
     return model
 
 
-def cosine(a, b):
-    return torch.nn.functional.cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0).item()
-
-
-def trained_like(seed=0):
-    """Heavy tails, channels of different ranges, an outlier channel, and a token a thousand times larger.
-
-    Source: the magnitudes, testing/inputs.py; massive activations, Sun et al., arXiv 2402.17762.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(BATCH * LENGTH, WIDTH, generator=generator)
-    x = x / torch.rand(BATCH * LENGTH, WIDTH, generator=generator).clamp_min(0.05)
-    x *= torch.exp2(torch.randn(WIDTH, generator=generator))
-    x[:, 17] *= 20
-    x[0, 40] = 1000 * x.abs().median()
-    return x.bfloat16().view(BATCH, LENGTH, WIDTH)
-
-
 # Smallest measured over these families with three seeds each: layer 0.99976, input 0.99987, a matrix 0.99952. A norm's
 # weight 0.9926: where an outlier channel outweighs the others, its gradient hangs on one sum that may cancel by chance.
-@pytest.mark.parametrize("family", ["normal", "outlier_channel", "trained"])
+@pytest.mark.parametrize("family", ["normal", "outlier_channel"])
 def test_gradients_of_inputs_kept_in_fp8_have_cosine_0_999_with_bf16s(family):
-    x = trained_like() if family == "trained" else inputs(family)
-    grad = inputs(seed=1) * 1e-3
+    def cosine(a, b):
+        return float(torch.nn.functional.cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0))
+
+    x, grad = inputs(family), inputs(seed=1) * 1e-3
     exact, kept = run(LAYER, x, grad), run(only_nonlinear("fp8"), x, grad)
     weights = [name for name in exact if name not in ("output", "x")]
     whole = [torch.cat([found[name].flatten() for name in weights]) for found in (exact, kept)]
