@@ -82,8 +82,6 @@ def fuse(model: nn.Module) -> tuple[Fused, set[str], set[str]]:
     ("kind", "more", "fused", "left", "shared"),
     [
         ("llama", {}, LLAMA, {"norm"}, {QKV, GATE_UP}),
-        ("mistral", {}, LLAMA, {"norm"}, {QKV, GATE_UP}),
-        ("qwen2", {}, LLAMA, {"norm"}, {QKV, GATE_UP}),
         ("qwen3", {}, LLAMA, {"q_norm", "k_norm", "norm"}, {QKV, GATE_UP}),
         ("gemma", {}, {}, {"mlp", *ATTENTION, *MLP, "norm"}, {QKV, GATE_UP}),
         (
