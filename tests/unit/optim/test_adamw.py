@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.adamw import group_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -87,18 +88,34 @@ def build(master: str, seed: int = 0, **options: Any) -> Fp8AdamW:
 
 # --- against torch ---
 
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "steps": lambda o: torch.optim.lr_scheduler.StepLR(o, 20, gamma=0.5),
+    "warm-up": lambda o: torch.optim.lr_scheduler.LinearLR(o, 0.1, 1.0, 30),
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 80),
+}
+
 
 @pytest.mark.parametrize(
-    ("decoupled", "master"), [(True, "fp32"), (False, "bf16_8"), (False, "e4m19"), (True, "e4m11")]
+    ("decoupled", "master", "schedule", "lr", "betas"),
+    [
+        (True, "fp32", "steps", 3e-3, (0.9, 0.95)),
+        (False, "bf16_8", "warm-up", torch.tensor(3e-3), (0.9, 0.95)),
+        (False, "e4m19", "cosine", torch.tensor([3e-3]), (torch.tensor([[0.9]]), torch.tensor([0.95]))),
+        (True, "e4m11", None, 3e-3, (0.9, 0.95)),
+    ],
 )
-def test_it_travels_where_torch_travels(master: str, decoupled: bool) -> None:
-    options = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    ours = build(master, decoupled=decoupled, **options)
+def test_it_travels_where_torch_travels(decoupled: bool, master: str, schedule: Any, lr: Any, betas: Any) -> None:
+    options = {"lr": lr, "betas": betas, "eps": 1e-8, "weight_decay": 0.1}
+    ours = build(master, decoupled=decoupled, **copy.deepcopy(options))
     start = [p.detach().float().clone() for p in parameters(DTYPES[master])]
     theirs = [nn.Parameter(value.clone()) for value in start]
-    stock = (torch.optim.AdamW if decoupled else torch.optim.Adam)(theirs, **options)
-    run(ours, 60)
-    run(stock, 60)
+    stock = (torch.optim.AdamW if decoupled else torch.optim.Adam)(theirs, **copy.deepcopy(options))
+    for optimizer in (ours, stock):
+        scheduler = None if schedule is None else SCHEDULERS[schedule](optimizer)
+        for step in range(60):
+            run(optimizer, 1, step)
+            if scheduler is not None:
+                scheduler.step()
     for value, expected, first in zip(masters(ours), theirs, start, strict=True):
         # What differs is the rounding of moments: 6.6 % of an update (docs/numerics.md, beta2 = .95).
         error = (value - expected.detach()).norm() / (expected.detach() - first).norm()
@@ -120,6 +137,38 @@ def test_the_first_step_is_that_of_torch_to_the_last_bits() -> None:
         assert torch.allclose(p, expected, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.parametrize("master", ["fp32", "bf16_8", "e4m19"])
+def test_gradients_are_never_written_and_those_of_zero_move_nothing(master: str) -> None:
+    optimizer = build(master, weight_decay=0.0)
+    before = [p.detach().clone() for p in optimizer.flat_params()]
+    for _ in range(3):
+        for p in optimizer.flat_params():
+            p.grad = torch.zeros(p.shape, dtype=p.dtype)
+        versions = [p.grad._version for p in optimizer.flat_params()]
+        optimizer.step()
+        assert [p.grad._version for p in optimizer.flat_params()] == versions
+    assert_same([p.detach() for p in optimizer.flat_params()], before)
+
+
+@pytest.mark.parametrize("shape", [(0,), (4, 0), (), (1,)], ids=str)
+@pytest.mark.parametrize("master", ["fp32", "bf16_8", "e4m19"])
+def test_parameters_without_elements_or_dims_step_and_come_back(shape: tuple[int, ...], master: str) -> None:
+    groups = [group_of([nn.Parameter(torch.ones(shape, dtype=DTYPES[master]))], master) for _ in range(2)]
+    optimizer, other = (Fp8AdamW([group]) for group in groups)
+    (p,) = optimizer.flat_params()
+    for _ in range(100):
+        p.grad = torch.ones(shape, dtype=p.dtype)
+        optimizer.step()
+    assert p.shape == shape and bool(((p - 0.9).abs() < 0.04).all())
+    with torch.no_grad():
+        p.fill_(0.5)
+    assert p.shape == shape and bool((p == 0.5).all())
+    state = optimizer.state_dict()
+    assert state["state"][0]["exp_avg"].shape == shape
+    other.load_state_dict(state)
+    assert other.state_dict()["state"][0].keys() == state["state"][0].keys()
+
+
 # --- options ---
 
 
@@ -128,26 +177,22 @@ def test_every_group_has_its_own_numbers() -> None:
         {"lr": 1e-3, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.0},
         {"lr": 2e-2, "betas": (0.0, 0.5), "eps": 1e-8, "weight_decay": 0.5},
     ]
-    first, second = parameters(torch.float32), parameters(torch.float32, seed=1)
-    both = Fp8AdamW([{"params": first, **own[0]}, {"params": second, **own[1]}])
-    for step in range(5):
-        for params in (first, second):
-            set_gradients(params, step)
-        both.step()
-    for params, options in ((first, own[0]), (second, own[1])):
-        alike = [parameters(torch.float32), parameters(torch.float32, seed=1)]  # the same numbers of parameters
-        optimizer = Fp8AdamW([*alike[0], *alike[1]], **options)
-        for step in range(5):
-            for group in alike:
-                set_gradients(group, step)
-            optimizer.step()
-        assert_same([p.detach() for p in params], [p.detach() for p in alike[0 if params is first else 1]])
+    groups = [{"params": parameters(torch.float32, seed=seed), **options} for seed, options in enumerate(own)]
+    run(Fp8AdamW(groups), 5)
+    for index, options in enumerate(own):
+        alike = [parameters(torch.float32, seed=seed) for seed in (0, 1)]  # the same numbers of parameters
+        run(Fp8AdamW([*alike[0], *alike[1]], **options), 5)
+        assert_same([p.detach() for p in groups[index]["params"]], [p.detach() for p in alike[index]])
 
 
-def test_a_closure_is_called_with_gradients_and_its_loss_returned() -> None:
-    params = parameters(torch.float32)
+def test_a_closure_and_the_hooks_of_saving_and_stepping_are_called() -> None:
+    params, called = parameters(torch.float32), list[str]()
     optimizer = Fp8AdamW(params, lr=1e-2)
     start = [p.detach().clone() for p in params]
+    optimizer.register_state_dict_pre_hook(lambda self: called.append("before state_dict"))
+    optimizer.register_state_dict_post_hook(lambda self, state: {**state, "extra": 1})
+    optimizer.register_step_pre_hook(lambda self, args, kwargs: called.append("before step"))
+    optimizer.register_step_post_hook(lambda self, args, kwargs: called.append("after step"))
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -155,81 +200,87 @@ def test_a_closure_is_called_with_gradients_and_its_loss_returned() -> None:
         loss.backward()
         return loss
 
-    expected = float(sum(p.square().sum() for p in start))
-    assert float(optimizer.step(closure).detach()) == pytest.approx(expected)
+    assert float(optimizer.step(closure).detach()) == pytest.approx(float(sum(p.square().sum() for p in start)))
     assert all(not torch.equal(p, first) for p, first in zip(params, start, strict=True))
+    assert optimizer.state_dict()["extra"] == 1
+    assert called == ["before step", "after step", "before state_dict"]
 
 
 # --- what is refused ---
+
+
+def client(kind: Any, *, steps: int = 0, **options: Any) -> Any:
+    """An optimizer of torch that is taken over."""
+    optimizer = kind(parameters(torch.float32), **options)
+    run(optimizer, steps)
+    return Fp8AdamW.take_over(optimizer)
+
+
+def adam_of_two_kinds() -> Any:
+    groups = [{"params": parameters(torch.float32), "decoupled_weight_decay": decay} for decay in (False, True)]
+    return Fp8AdamW.take_over(torch.optim.Adam(groups))
+
+
+def of_fsdp2() -> Any:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        return Fp8AdamW([nn.Parameter(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)]))])
+    finally:
+        dist.destroy_process_group()
+
+
+def sparse() -> Any:
+    optimizer = build("fp32")
+    optimizer.flat_params()[0].grad = torch.zeros(48, 40).to_sparse()
+    optimizer.step()
+
+
+def grouped(dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    return Fp8AdamW([{"params": parameters(dtype), **options}])
+
 
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "betas": (lambda: build("fp32", betas=(0.99, 0.9)), ValueError, r"beta1\*\*2 < beta2, got \(0.99, 0.9\)"),
     "betas equal to the bound": (lambda: build("fp32", betas=(0.5, 0.25)), ValueError, "no bound"),
     **{
         f"{name} {value}": (lambda name=name, value=value: build("fp32", **{name: value}), ValueError, f"{name}: ")
-        for name in ("lr", "eps", "weight_decay")
-        for value in (-1.0, float("nan"), float("inf"))
+        for name, value in (("lr", -1.0), ("eps", float("nan")), ("weight_decay", float("inf")))
     },
     "lr of two elements": (lambda: build("fp32", lr=torch.tensor([0.1, 0.1])), ValueError, r"lr: .* got \[2\]"),
-    "amsgrad": (
-        lambda: Fp8AdamW([{"params": parameters(torch.float32), "amsgrad": True}]),
-        UnsupportedError,
-        "amsgrad: expected false .* got true",
-    ),
-    "maximize": (
-        lambda: Fp8AdamW([{"params": parameters(torch.float32), "maximize": True}]),
-        UnsupportedError,
-        "maximize: expected false",
-    ),
-    "master": (
-        lambda: Fp8AdamW([{"params": parameters(torch.bfloat16), "master": "e5m2"}]),
-        ValueError,
-        "master: expected one of .* got 'e5m2'",
-    ),
-    "float32 with a split master": (
-        lambda: Fp8AdamW([{"params": parameters(torch.float32), "master": "e4m11"}]),
-        ValueError,
-        "master: expected None or fp32 for float32 parameters, got 'e4m11'",
-    ),
-    "dtype": (lambda: Fp8AdamW(parameters(torch.float16)), ValueError, "expected float32 or bf16, got torch.float16"),
+    "amsgrad": (lambda: grouped(amsgrad=True), UnsupportedError, "amsgrad: expected false"),
+    "maximize": (lambda: grouped(maximize=True), UnsupportedError, "maximize: expected false"),
+    "master": (lambda: grouped(torch.bfloat16, master="e5m2"), ValueError, "master: .* got 'e5m2'"),
+    "float32 with a split master": (lambda: grouped(master="e4m11"), ValueError, "master: .* got 'e4m11'"),
+    "dtype": (lambda: Fp8AdamW(parameters(torch.float16)), ValueError, "got torch.float16"),
     "no parameters": (lambda: Fp8AdamW([]), ValueError, "empty parameter list"),
     "groups without parameters": (lambda: Fp8AdamW([{"params": []}]), ValueError, "at least one parameter"),
-    "a client with amsgrad": (
-        lambda: Fp8AdamW.take_over(torch.optim.AdamW(parameters(torch.float32), amsgrad=True)),
+    "a client with amsgrad": (lambda: client(torch.optim.AdamW, amsgrad=True), UnsupportedError, "amsgrad"),
+    "a client of two kinds": (adam_of_two_kinds, UnsupportedError, "decoupled_weight_decay: expected one value"),
+    "another client": (lambda: client(torch.optim.SGD), UnsupportedError, "got torch.optim.sgd.SGD"),
+    "a client that has stepped": (lambda: client(torch.optim.AdamW, steps=1), UnsupportedError, "got one with state"),
+    "a late group": (
+        lambda: build("fp32").add_param_group({"params": parameters(torch.float32)}),
         UnsupportedError,
-        "amsgrad",
+        "all groups at construction",
     ),
-    "a client that is AdamW in one group only": (
-        lambda: Fp8AdamW.take_over(
-            torch.optim.Adam(
-                [
-                    {"params": parameters(torch.float32), "decoupled_weight_decay": False},
-                    {"params": parameters(torch.float32), "decoupled_weight_decay": True},
-                ]
-            )
-        ),
-        UnsupportedError,
-        r"decoupled_weight_decay: expected one value .* got \[False, True\]",
-    ),
-    "another client": (
-        lambda: Fp8AdamW.take_over(torch.optim.SGD(parameters(torch.float32))),
-        UnsupportedError,
-        r'Adam or AdamW .* got torch.optim.sgd.SGD. .*"states": "fp32"',
-    ),
+    "a sparse gradient": (sparse, UnsupportedError, "sparse"),
+    "parameters of FSDP2": (of_fsdp2, UnsupportedError, r"params: .* got a DTensor"),
+    "a copy": (lambda: copy.deepcopy(build("e4m11")), UnsupportedError, "state_dict"),
+    "a pickle": (lambda: pickle.dumps(build("e4m11")), UnsupportedError, "state_dict"),
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*duplicate parameters")
+def test_one_parameter_twice_in_a_group_is_an_error() -> None:
+    """torch warns and updates it twice with one state; here it would have two masters."""
+    with pytest.raises(ValueError, match="got one twice"):
+        Fp8AdamW(2 * parameters(torch.float32)[:1])
+
+
 @pytest.mark.parametrize(("make", "kind", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_it_cannot_do_is_refused_at_construction(make: Any, kind: type[Exception], message: str) -> None:
+def test_what_it_cannot_do_is_refused(make: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         make()
-
-
-def test_a_client_that_has_stepped_is_refused() -> None:
-    client = torch.optim.AdamW(parameters(torch.float32))
-    run(client, 1)
-    with pytest.raises(UnsupportedError, match="that has not stepped, got one with state"):
-        Fp8AdamW.take_over(client)
 
 
 def test_betas_that_a_scheduler_moves_beyond_the_bound_are_refused_at_the_step() -> None:
@@ -243,37 +294,10 @@ def test_betas_that_a_scheduler_moves_beyond_the_bound_are_refused_at_the_step()
     assert_same(every_byte(optimizer), before)
 
 
-def test_a_late_parameter_group_and_a_sparse_gradient_are_refused() -> None:
-    optimizer = build("fp32")
-    with pytest.raises(UnsupportedError, match="all groups at construction"):
-        optimizer.add_param_group({"params": parameters(torch.float32)})
-    p = optimizer.flat_params()[0]
-    p.grad = torch.zeros_like(p).to_sparse()
-    with pytest.raises(UnsupportedError, match="sparse"):
-        optimizer.step()
-
-
-def test_parameters_of_fsdp2_are_refused() -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        p = nn.Parameter(distribute_tensor(torch.ones(4, 128), init_device_mesh("cpu", (2,)), [Shard(0)]))
-        with pytest.raises(UnsupportedError, match=r"params: .* got a DTensor \[4, 128\]"):
-            Fp8AdamW([p])
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("copies", [copy.deepcopy, pickle.dumps], ids=["deepcopy", "pickle"])
-def test_copying_the_object_is_refused_in_favour_of_its_state_dict(copies: Any) -> None:
-    with pytest.raises(UnsupportedError, match="state_dict"):
-        copies(build("e4m11"))
-
-
 # --- gradients that are not there or not finite ---
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-@pytest.mark.parametrize("master", DTYPES)
+@pytest.mark.parametrize(("master", "value"), zip(DTYPES, [float("inf"), float("nan")] * 2, strict=True))
 def test_a_step_with_one_gradient_that_is_not_finite_changes_no_byte(master: str, value: float) -> None:
     broken, whole = build(master), build(master)
     run(broken, 2)
@@ -365,18 +389,14 @@ def test_a_state_dict_has_the_keys_of_torch_and_torch_loads_it() -> None:
     run(stock, 1, first_step=3)
 
 
-def test_a_state_dict_from_before_the_first_step_leaves_no_state() -> None:
-    ours = build("fp32")
-    before = ours.state_dict()
-    run(ours, 3)
-    ours.load_state_dict(before)
-    fresh = build("fp32")
-    for optimizer in (ours, fresh):
-        with torch.no_grad():
-            for p in optimizer.flat_params():
-                p.fill_(0.5)
-        run(optimizer, 2)
-    assert_same(every_byte(ours), every_byte(fresh))
+def test_groups_of_older_state_dicts_that_lack_options_are_loaded() -> None:
+    optimizer = build("fp32", weight_decay=0.25)
+    state = optimizer.state_dict()
+    for key in ("weight_decay", "master", "eps"):
+        del state["param_groups"][0][key]
+    state["param_groups"][0]["lr"] = 0.5
+    optimizer.load_state_dict(state)
+    assert (optimizer.param_groups[0]["weight_decay"], optimizer.param_groups[0]["lr"]) == (0.25, 0.5)
 
 
 def test_a_state_dict_of_torch_is_taken_over_mid_run() -> None:
@@ -442,21 +462,10 @@ def test_elements_that_a_write_leaves_as_they_were_keep_their_masters(master: st
     assert torch.equal(after[others][held], before[others][held])
     assert float(held.float().mean()) > 0.5 and (factor == 1) == torch.equal(after[others], before[others])
     assert float((after - before)[others].abs().max()) <= 2.0**-10 * float(new[0])
-
-
-def test_a_smaller_scale_after_a_write_gives_the_bytes_of_the_masters() -> None:
-    optimizer = build("e4m19", lr=1e-2)
-    with torch.no_grad():
-        p = optimizer.flat_params()[0]
-        p[7] = 100.0
-        run(optimizer, 3)
-        before, scale_inv = masters(optimizer)[0], float(optimizer.core.scales.scale_inv[0])
-        p[7] = 0.0
-    after, new = masters(optimizer)[0], float(optimizer.core.scales.scale_inv[0])
-    assert new < scale_inv
-    assert float(optimizer.core.scales.amax[0]) >= float(after.abs().max())
-    shard = optimizer.core.shards[0]
-    assert torch.equal(encode(after.flatten(), shard.fmt, torch.tensor(new))[0], shard.hi)
-    held = before.abs() >= 9 * 2.0**-9 * scale_inv
-    held[7] = False
-    assert torch.equal(after[held], before[held]) and bool(held.any())
+    if factor > 1:  # a smaller scale again gives the bytes of the masters
+        wide = float(new[0])
+        with torch.no_grad():
+            p[5] = 0.0
+        narrow, shard = optimizer.core.scales.scale_inv[0], optimizer.core.shards[0]
+        assert narrow < wide and optimizer.core.scales.amax[0] >= masters(optimizer)[0].abs().max()
+        assert torch.equal(encode(masters(optimizer)[0].flatten(), shard.fmt, narrow)[0], shard.hi)

@@ -9,50 +9,34 @@ from typing import Any
 
 import pytest
 import torch
+from support.adamw import FORMATS, assert_equal, dtype_of, everything, group_of, step
 from torch import Tensor, nn
 
 from fp8_ds import Fp8AdamW
 
-MASTERS = ("own", "fp32", "bf16_8", "e4m19")
-"""Of bf16 parameters, but "own": of float32 ones, which are their masters."""
+Setup = tuple[nn.ParameterList, Fp8AdamW]
 
 
-def make(master: str, shape: tuple[int, ...] = (24, 16), seed: int = 0, **options: Any) -> Fp8AdamW:
-    """An optimizer of two parameters."""
+def make(master: str, seed: int = 0, **options: Any) -> Setup:
     torch.manual_seed(seed)
-    dtype = torch.float32 if master == "own" else torch.bfloat16
-    params = [nn.Parameter(torch.randn(shape).to(dtype)), nn.Parameter(torch.randn(5).to(dtype))]
-    return Fp8AdamW([{"params": params, "master": None if master in ("own", "bf16_8") else master}], **options)
+    net = nn.ParameterList([torch.randn(24, 16), torch.randn(5)]).to(dtype_of(master))
+    return net, Fp8AdamW([group_of(net.parameters(), master)], **options)
 
 
-def step(optimizer: torch.optim.Optimizer, num: int = 1, seed: int = 7) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(num):
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-        optimizer.step()
+def stepped(master: str, num: int = 3, **options: Any) -> Setup:
+    net, optimizer = make(master, **options)
+    step(net, optimizer, num)
+    return net, optimizer
 
 
-def everything(optimizer: Fp8AdamW) -> dict[str, Any]:
-    state = copy.deepcopy(optimizer.state_dict())
-    return {**state, "weights": [p.detach().clone() for p in optimizer.flat_params()]}
-
-
-def assert_equal(left: Any, right: Any) -> None:
-    assert type(left) is type(right)
-    if isinstance(left, Tensor):
-        assert left.dtype == right.dtype and torch.equal(left, right)
-    elif isinstance(left, dict):
-        assert left.keys() == right.keys()
-        for key, value in left.items():
-            assert_equal(value, right[key])
-    elif isinstance(left, list | tuple):
-        assert len(left) == len(right)
-        for one, other in zip(left, right, strict=True):
-            assert_equal(one, other)
-    else:
-        assert left == right
+def refused(setup: Setup, state: Any, message: str) -> None:
+    """`state` is refused, and nothing has changed."""
+    before, groups = everything(*setup), copy.deepcopy(setup[1].state_dict()["param_groups"])
+    state["param_groups"][0]["lr"] = 0.5
+    with pytest.raises(ValueError, match=message):
+        setup[1].load_state_dict(state)
+    assert_equal(everything(*setup), before)
+    assert setup[1].state_dict()["param_groups"] == groups
 
 
 def with_one(value: float) -> Callable[[Tensor], Tensor]:
@@ -96,46 +80,29 @@ BROKEN: dict[str, tuple[tuple[str, ...], Callable[[Any], Any], str]] = {
 def test_a_broken_state_is_refused_by_name_and_nothing_has_changed(
     key: str, change: Callable[[Any], Any], message: str
 ) -> None:
-    optimizer = make("e4m19", lr=1e-2)
-    step(optimizer, 3)
-    state = copy.deepcopy(optimizer.state_dict())
-    step(optimizer)
-    before = everything(optimizer)
-    state["param_groups"][0]["lr"] = 0.5
+    setup = stepped("e4m19", lr=1e-2)
+    state = copy.deepcopy(setup[1].state_dict())
+    step(*setup, first=3)
     state["state"][0][key] = change(state["state"][0][key])
-    with pytest.raises(ValueError, match=f"state_dict: expected {key} of parameter 0.*{message}"):
-        optimizer.load_state_dict(state)
-    assert_equal(everything(optimizer), before)
+    refused(setup, state, f"state_dict: expected {key} of parameter 0.*{message}")
 
 
-def test_a_broken_state_of_the_last_parameter_leaves_those_before_it_as_they_were() -> None:
-    optimizer = make("e4m19", lr=1e-2)
-    step(optimizer, 3)
-    state = copy.deepcopy(optimizer.state_dict())
-    step(optimizer)
-    before = everything(optimizer)
+def test_a_broken_last_parameter_and_a_lacking_entry_leave_the_others_as_they_were() -> None:
+    """Else what is loaded would be mixed with what the optimizer has."""
+    setup = stepped("e4m19", lr=1e-2)
+    state = copy.deepcopy(setup[1].state_dict())
+    step(*setup, first=3)
     state["state"][1]["exp_avg"] = torch.zeros(6)
-    with pytest.raises(ValueError, match=r"exp_avg of parameter 1 with shape \[5\], got \[6\]"):
-        optimizer.load_state_dict(state)
-    assert_equal(everything(optimizer), before)
-
-
-@pytest.mark.parametrize("key", ["step", "exp_avg", "exp_avg_sq"])
-def test_a_state_that_lacks_an_entry_is_refused(key: str) -> None:
-    """It would be mixed with what the optimizer has."""
-    optimizer = make("own")
-    step(optimizer, 3)
-    state, before = copy.deepcopy(optimizer.state_dict()), everything(optimizer)
-    del state["state"][0][key]
-    with pytest.raises(ValueError, match="expected step, exp_avg and exp_avg_sq of parameter 0"):
-        optimizer.load_state_dict(state)
-    assert_equal(everything(optimizer), before)
+    refused(setup, state, r"exp_avg of parameter 1 with shape \[5\], got \[6\]")
+    for key in ("step", "exp_avg", "exp_avg_sq"):
+        state = copy.deepcopy(setup[1].state_dict())
+        del state["state"][0][key]
+        refused(setup, state, "expected step, exp_avg and exp_avg_sq of parameter 0")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_states_in_other_floating_dtypes_and_counts_as_numbers_are_taken(dtype: torch.dtype) -> None:
-    optimizer, other = make("own"), make("own", seed=1)
-    step(optimizer, 3)
+    (_, optimizer), (_, other) = stepped("own"), make("own", seed=1)
     state = copy.deepcopy(optimizer.state_dict())
     for entry in state["state"].values():
         entry.update({key: entry[key].to(dtype) for key in ("exp_avg", "exp_avg_sq")}, step=3)
@@ -146,24 +113,21 @@ def test_states_in_other_floating_dtypes_and_counts_as_numbers_are_taken(dtype: 
         assert torch.allclose(found[index]["exp_avg"], entry["exp_avg"].float(), rtol=0.07, atol=1e-4)
 
 
-# --- before the first step ---
-
-
-@pytest.mark.parametrize(("master", "skips"), zip((*MASTERS, "e4m11"), (False, True) * 3, strict=False))
+@pytest.mark.parametrize(("master", "skips"), zip(FORMATS, (False, True, True, False, True), strict=True))
 def test_a_run_that_is_saved_before_its_first_step_goes_on_with_the_same_bits(master: str, skips: bool) -> None:
-    first, second = make(master, seed=1), make(master, seed=2)
+    """Also in an optimizer that has made steps, of which nothing is left."""
+    (net, optimizer), (other, loaded) = make(master, seed=1), stepped(master, seed=2, num=2 * skips)
     if skips:
-        first.flat_params()[0].grad = torch.full_like(first.flat_params()[0], float("nan"))
-        first.step()
-    weights, state = [p.detach().clone() for p in first.flat_params()], copy.deepcopy(first.state_dict())
+        net[0].grad = torch.full_like(net[0], float("nan"))
+        optimizer.step()
     with torch.no_grad():
-        for p, value in zip(second.flat_params(), weights, strict=True):
+        for p, value in zip(other.parameters(), net.parameters(), strict=True):
             p.copy_(value)
-    second.load_state_dict(state)
-    for _ in range(2):
-        step(first)
-        step(second)
-        assert_equal(everything(second), everything(first))
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for first in range(2):
+        step(net, optimizer, first=first)
+        step(other, loaded, first=first)
+        assert_equal(everything(other, loaded), everything(net, optimizer))
 
 
 # --- betas that move ---
@@ -192,11 +156,11 @@ def step_at_the_bound(optimizer: torch.optim.Optimizer, first: int, num: int, gr
     return growth
 
 
-@pytest.mark.parametrize("master", [*MASTERS, "e4m11"])
+@pytest.mark.parametrize("master", FORMATS)
 def test_updates_at_the_bound_are_exact_adams_while_betas_move(master: str) -> None:
     options = {"lr": 3e-2, "weight_decay": 0.1, "betas": cycle(0)}
-    ours = make(master, **options)
-    start = [p.detach().float().clone() for p in make(master).flat_params()]
+    _, ours = make(master, **options)
+    start = [p.detach().float().clone() for p in make(master)[0].parameters()]
     theirs = [nn.Parameter(value.clone()) for value in start]
     stock = torch.optim.AdamW(theirs, **options)
     step_at_the_bound(ours, 0, 25)
@@ -211,7 +175,7 @@ def test_updates_at_the_bound_are_exact_adams_while_betas_move(master: str) -> N
     ("master", "way", "num"), [("own", "state_dict", 1), ("e4m11", "entries of state", 2), ("e4m11", "state_dict", 9)]
 )
 def test_a_run_that_is_saved_amid_a_cycle_goes_on_with_the_same_bits(master: str, way: str, num: int) -> None:
-    one, other = make(master, lr=1e-2, betas=cycle(0)), make(master, seed=1, lr=1e-2)
+    (net, one), (other_net, other) = make(master, lr=1e-2, betas=cycle(0)), make(master, seed=1, lr=1e-2)
     growth = step_at_the_bound(one, 0, num)
     file = io.BytesIO()
     torch.save(one.state_dict(), file)
@@ -227,33 +191,29 @@ def test_a_run_that_is_saved_amid_a_cycle_goes_on_with_the_same_bits(master: str
         other.param_groups[0]["betas"] = one.param_groups[0]["betas"]
     step_at_the_bound(one, num, 5, growth)
     step_at_the_bound(other, num, 5, growth)
-    assert_equal(everything(other), everything(one))
+    assert_equal(everything(other_net, other), everything(net, one))
 
 
 @pytest.mark.parametrize(
     ("value", "message"), [(-1.0, "got -1"), (float("nan"), "got nan"), ([1.0, 2.0], r"got \[2\]")]
 )
 def test_a_broken_sum_is_refused(value: Any, message: str) -> None:
-    optimizer = make("own", betas=cycle(0))
-    step_at_the_bound(optimizer, 0, 2)
-    before = everything(optimizer)
-    state = optimizer.state_dict()
+    setup = make("own", betas=cycle(0))
+    step_at_the_bound(setup[1], 0, 2)
+    state = copy.deepcopy(setup[1].state_dict())
     state["state"][1]["bound_sum"] = torch.tensor(value)
-    with pytest.raises(ValueError, match=message):
-        optimizer.load_state_dict(state)
-    assert_equal(everything(optimizer), before)
+    refused(setup, state, message)
 
 
 def test_a_state_without_the_sum_is_that_of_steps_with_the_betas_it_was_saved_with() -> None:
     """As torch's AdamW saves it, and this class before it kept sums."""
-    stock = torch.optim.AdamW([nn.Parameter(torch.randn(24, 16)), nn.Parameter(torch.randn(5))], betas=(0.9, 0.95))
-    ours = make("own", betas=(0.5, 0.999))
-    step(ours, 2)
-    step(stock, 3)
+    net, ours = stepped("own", betas=(0.5, 0.999))
+    stock = torch.optim.AdamW(net.parameters(), betas=(0.9, 0.95))
+    step(net, stock, 3)
     ours.load_state_dict(stock.state_dict())
     assert "bound_sum" not in ours.state_dict()["state"][0]
     ours.param_groups[0]["betas"] = (0.8, 0.98)
-    step(ours)
+    step(net, ours)
     before = sum((0.1 * 0.9**age) ** 2 / (0.05 * 0.95**age) for age in range(3))
     expected = 0.8**2 / 0.98 * before + 0.2**2 / 0.02
     for entry in ours.state_dict()["state"].values():
