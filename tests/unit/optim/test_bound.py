@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -63,14 +62,10 @@ def one_spike_then_silence(step: int) -> Tensor:
 
 
 @pytest.mark.parametrize("betas", BETAS)
-def test_growing_gradients_reach_the_bound_and_do_not_pass_it(betas):
+def test_growing_gradients_reach_the_bound_and_only_without_the_clamp_pass_it(betas):
     ratios = largest_update_of_bound(growing(betas), betas, steps=200)
     assert ratios.max() <= 1 + 2**-23  # R_t itself is rounded to float32
     assert ratios.min() > 0.999  # the largest of 512: rounding brings some element to the bound in every step
-
-
-@pytest.mark.parametrize("betas", BETAS)
-def test_without_the_clamp_rounding_passes_the_bound(betas):
     assert largest_update_of_bound(growing(betas), betas, steps=200, clamp=False).max() > 1.02
 
 
@@ -85,13 +80,11 @@ def test_roots_below_their_groups_codes_are_harmless(rounding, monkeypatch):
         assert largest_update_of_bound(one_spike_then_silence, betas, steps=120, clamp=False).max() > 100
 
 
-@dataclass
 class Run:
     """What a loop of predicted scales met."""
 
-    saturated: int = 0
-    scale_changes: int = 0
-    largest_of_prediction: float = 0.0
+    saturated = scale_changes = 0
+    largest_of_prediction = 0.0
 
 
 class Bursts:

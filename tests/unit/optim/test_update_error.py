@@ -8,7 +8,6 @@ relative L2 over the last 40 of 300 steps.
 docs/numerics.md has the same functions with more formats at a larger size.
 """
 
-import functools
 import math
 
 import pytest
@@ -32,18 +31,10 @@ BETAS = [(0.9, 0.95), (0.9, 0.999)]
 
 
 class Gradients:
-    """Gradients of one family, step by step; float32 [rows * columns]. `active`: share of rows that get one."""
+    """Gradients of one family, step by step; float32 [rows * columns]."""
 
-    def __init__(
-        self,
-        sigmas: tuple[float, float, float],
-        rows: int = ROWS,
-        columns: int = COLUMNS,
-        seed: int = 0,
-        active: float = 1.0,
-    ):
+    def __init__(self, sigmas: tuple[float, float, float], rows: int = ROWS, columns: int = COLUMNS, seed: int = 0):
         self._generator = torch.Generator().manual_seed(seed)
-        self._active = active
         row, column, element = sigmas
         log_scale = (
             row * self._normal(rows, 1) + column * self._normal(1, columns) + element * self._normal(rows, columns)
@@ -58,10 +49,7 @@ class Gradients:
         # The sum of squares of 4 normals is -2 ln(u1 u2). 1 - rand() is never 0. sqrt(2) gives t4 variance one.
         uniform = 1 - torch.rand((2, *self._scale.shape), generator=self._generator)
         t4 = self._normal(*self._scale.shape) / (-0.5 * uniform.log().sum(0)).sqrt()
-        grad = self._scale * (self._drift + t4 / math.sqrt(2))
-        if self._active < 1:
-            grad *= torch.rand((len(grad), 1), generator=self._generator) < self._active
-        return grad.flatten()
+        return (self._scale * (self._drift + t4 / math.sqrt(2))).flatten()
 
 
 def step_inputs(step: int, betas: tuple[float, float], bound: float) -> StepInputs:
@@ -104,25 +92,15 @@ def error_of_updates(gradients: Gradients, betas: tuple[float, float]) -> float:
     return math.sqrt(noise / signal)
 
 
-@pytest.mark.parametrize(("betas", "bound"), zip(BETAS, (0.075, 0.11), strict=True))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "betas", "bound"),
+    [("wide", BETAS[0], 0.075), ("narrow", BETAS[1], 0.11), ("middle", BETAS[1], 0.11), ("wide", BETAS[1], 0.11)],
+)
 def test_update_error_is_bounded(family, betas, bound):
     """Whatever the spread within a group: .071 at beta2 = .95 and .104 at .999."""
     assert 0 < error_of_updates(Gradients(FAMILIES[family]), betas) <= bound
 
 
-@pytest.mark.parametrize("betas", BETAS)
-def test_rows_that_rarely_get_gradients_have_no_larger_error(betas):
-    assert error_of_updates(Gradients(FAMILIES["middle"], active=0.05), betas) <= 0.1
-
-
-def round_to_nearest(patch: pytest.MonkeyPatch) -> None:
-    """Moments as FP8 optimizers store them elsewhere: the negative control."""
-    patch.setattr(reference, "quantize_m", lambda m, noise: moments.quantize_m(m))
-    patch.setattr(reference, "quantize_root", lambda root, noise: moments.quantize_root(root))
-
-
-@functools.cache
 def ratio_after_drop(beta2: float, numel: int = 4096) -> Tensor:
     """sqrt(stored v) / sqrt(float64 v), [numel], 300 steps after gradients shrank tenfold."""
     generator = torch.Generator().manual_seed(1)
@@ -138,12 +116,9 @@ def ratio_after_drop(beta2: float, numel: int = 4096) -> Tensor:
 
 @pytest.mark.parametrize("beta2", [0.95, 0.999])
 def test_second_moment_follows_gradients_that_shrink_tenfold(beta2):
-    assert 0.9 < ratio_after_drop(beta2).median() < 1.1
-
-
-def test_nearly_every_second_moment_follows_at_beta2_95():
-    ratio = ratio_after_drop(0.95)
-    assert ((ratio > 0.9) & (ratio < 1.1)).float().mean() > 0.95
+    ratio = ratio_after_drop(beta2)
+    assert 0.9 < ratio.median() < 1.1
+    assert beta2 == 0.999 or ((ratio > 0.9) & (ratio < 1.1)).float().mean() > 0.95  # nearly every one of them
 
 
 def test_a_weight_without_gradients_comes_to_rest_beside_others_that_go_on_having_some():
@@ -176,5 +151,7 @@ class Smooth(Gradients):
 def test_smooth_gradients_have_no_larger_error_but_do_when_rounded_to_nearest(monkeypatch):
     """Noise is a dither. Without it moments that are rounded to nearest do not move."""
     assert error_of_updates(Smooth(FAMILIES["middle"]), BETAS[1]) <= 0.1
-    round_to_nearest(monkeypatch)
+    # as FP8 optimizers store moments elsewhere: the negative control
+    monkeypatch.setattr(reference, "quantize_m", lambda m, noise: moments.quantize_m(m))
+    monkeypatch.setattr(reference, "quantize_root", lambda root, noise: moments.quantize_root(root))
     assert error_of_updates(Smooth(FAMILIES["middle"]), BETAS[1]) > 0.5
