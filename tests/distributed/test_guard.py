@@ -37,9 +37,7 @@ def watched(folder: str, stage: int, action: str, save_at: int) -> dict[str, Any
         def engine(seed: int) -> tuple[Any, list[Any]]:
             one = training.build(training.ds_config(stage, fp8), base.MODEL, seed)
             one.module.blocks[1].up.register_forward_pre_hook(outlier)
-            reports: list[Any] = []
-            one._fp8_step_callbacks.monitor.sinks.append(lambda report: reports.append(report.to_json()))
-            return one, reports
+            return one, training.reports_of(one)
 
         def go_on(one: Any) -> list[tuple[float, list[str]]]:
             steps = range(save_at, 10)
@@ -135,8 +133,7 @@ def sent(folder: str, stage: int, more: dict[str, Any], by: str) -> dict[str, An
         "guard": {"action": "bf16" if by == "guard" else None},
     }
     one = training.build(training.ds_config(stage, fp8), base.MODEL)
-    reports: list[Any] = []
-    one._fp8_step_callbacks.monitor.sinks.append(lambda report: reports.append(report.to_json()))
+    reports = training.reports_of(one)
 
     def judge(report: Any) -> None:  # of docs/monitor.md, with another limit
         names = [name for name, kinds in report.layers.items() if any(one.underflow > 0.4 for one in kinds.values())]

@@ -220,33 +220,6 @@ def test_how_a_step_is_made_changes_no_bit(
             training.assert_fp8_equals(ours["last"], theirs["last"])
 
 
-def accumulating(stage: int, accumulation: int) -> tuple[int, list[float]]:
-    engine = training.build(training.ds_config(stage, {}, gradient_accumulation_steps=accumulation))
-    scale_inv = next(iter(engine.fp8.weights.values()))._fp8.scale_inv
-    changes, before = 0, scale_inv.clone()
-    losses = []
-    for step in range(3):
-        for batch in training.micro_batches(step, accumulation):
-            loss = engine(batch)
-            engine.backward(loss)
-            engine.step()
-            losses.append(float(loss.detach()))
-            changes += int(not torch.equal(scale_inv, before))
-            before = scale_inv.clone()
-    training.destroy(engine)
-    return changes, losses
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_weights_change_at_accumulation_boundaries_only(ranks: Any, stage: int) -> None:
-    for changes, losses in ranks(2).run(accumulating, stage, 3):
-        assert changes == 3
-        assert len(losses) == 9
-
-
-# --- the throughput timer ---
-
-
 def with_flops_profiler(stage: int, fp8: dict[str, Any] | None) -> dict[str, int]:
     profiler = {"enabled": True, "profile_step": 1}
     return training.macs_of_second_step(training.build(training.ds_config(stage, fp8, flops_profiler=profiler)))

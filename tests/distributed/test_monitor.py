@@ -25,9 +25,7 @@ STATES = {"optimizer": {"states": "fp8", "master": "e4m11"}}
 def run(stage: int, fp8: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
     """Four steps; losses, the reports of all ranks as this one saw them, and the classes of recipes afterwards."""
     engine = training.build(training.ds_config(stage, fp8), model)
-    reports: list[Any] = []
-    if engine._fp8_step_callbacks.monitor is not None:
-        engine._fp8_step_callbacks.monitor.sinks.append(lambda report: reports.append(report.to_json()))
+    reports = training.reports_of(engine)
     losses = training.train(engine, 4)
     names = {type(m.fp8_recipe).__name__ for m in engine.module.modules() if hasattr(m, "fp8_recipe")}
     training.destroy(engine)
@@ -73,8 +71,7 @@ def test_a_report_is_of_its_own_step_where_layers_change_after_it() -> None:
     """Five steps: bf16 in the first two, and in the fifth one layer by a call, one by the longest key."""
     fp8 = {"monitor": {"every": 1, "sink": "/dev/null"}, "schedule": {"bf16_until_step": 2, "layers": {"0.up": "bf16"}}}
     engine = training.build(training.ds_config(2, fp8))
-    reports: list[Any] = []
-    engine._fp8_step_callbacks.monitor.sinks.append(lambda report: reports.append(report.to_json()))
+    reports = training.reports_of(engine)
     training.train(engine, 4)
     engine.set_layer_precision("blocks.1.down", "bf16")
     training.train(engine, 1, 4)
@@ -89,8 +86,7 @@ def test_a_report_is_of_its_own_step_where_layers_change_after_it() -> None:
 def evaluating(trains_in_eval: bool) -> list[list[int]]:
     """Elements of inputs and weights in each of three reports, with an evaluation before every step."""
     engine = training.build(training.ds_config(2, {"monitor": {"every": 1, "sink": "/dev/null"}}))
-    reports: list[Any] = []
-    engine._fp8_step_callbacks.monitor.sinks.append(lambda report: reports.append(report.to_json()))
+    reports = training.reports_of(engine)
     engine.train(not trains_in_eval)
     for step in range(3):
         training.train(engine, 1, step)
@@ -174,9 +170,7 @@ def test_the_last_report_is_written_where_the_group_is_gone_before_the_process_e
 def tensor_parallel(fp8: dict[str, Any]) -> dict[str, Any]:
     """Of a Llama that is cut: losses, the reports as this rank saw them, and the classes of recipes afterwards."""
     engine = tp_llama.tp_engine(tp_llama.engine_config(3, fp8, 2), 2)
-    reports: list[Any] = []
-    if engine._fp8_step_callbacks.monitor is not None:
-        engine._fp8_step_callbacks.monitor.sinks.append(lambda report: reports.append(report.to_json()))
+    reports = training.reports_of(engine)
     losses, _ = tp_llama.train(engine, 2, 4)
     classes = {type(m.fp8_recipe).__name__ for m in engine.module.modules() if hasattr(m, "fp8_recipe")}
     tp_llama.destroy(engine)
@@ -210,27 +204,22 @@ TP_SHAPES = {"q_proj": (32, 64), "k_proj": (16, 64), "v_proj": (16, 64), "o_proj
 TP_SHAPES |= {"gate_proj": (96, 64), "up_proj": (96, 64), "down_proj": (64, 96)}
 
 
+def autotp_run(fp8: dict[str, Any]) -> tuple[list[float], list[dict[str, Any]]]:
+    engine = autotp.autotp_engine(2, fp8, 2)
+    reports = training.reports_of(engine)
+    losses, _ = autotp.train(engine, 2, 5)
+    autotp.destroy(engine)
+    return losses, reports
+
+
 def test_autotps_layers_are_watched(ranks: Any, tmp_path: Path) -> None:
     path = str(tmp_path / "health.jsonl")
     watched = ranks(2).run(autotp_run, {"monitor": {"every": 2, "sink": path}, "guard": {"action": "report"}})
-    plain = ranks(2).run(autotp_run, {})
-    assert [losses for losses, _ in watched] == [losses for losses, _ in plain]
-    for _, names in watched:
-        assert len(names) == 7 * autotp.LAYERS
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["health.jsonl", "health.rank1.jsonl"]
-
-
-def autotp_run(fp8: dict[str, Any]) -> tuple[list[float], set[str]]:
-    """(losses, names of the layers with all three tensors in each report)."""
-    engine = autotp.autotp_engine(2, fp8, 2)
-    names: list[set[str]] = []
-    if engine._fp8_step_callbacks.monitor is not None:
-        health = engine._fp8_step_callbacks.monitor
-        health.sinks.append(lambda one: names.append({name for name, kinds in one.layers.items() if len(kinds) == 3}))
-    losses, _ = autotp.train(engine, 2, 5)
-    autotp.destroy(engine)
-    assert not names or (len(names) == 2 and names[0] == names[1])
-    return losses, names[0] if names else set()
+    assert [losses for losses, _ in watched] == [losses for losses, _ in ranks(2).run(autotp_run, {})]
+    for _, reports in watched:
+        assert len(reports) == 2
+        for report in reports:
+            assert [len(kinds) for kinds in report["layers"].values()] == [3] * 7 * autotp.LAYERS
 
 
 @on_ranks(2)
@@ -243,28 +232,22 @@ def test_a_monitor_that_nobody_reads_and_a_listener_that_nobody_would_call_are_r
     training.destroy(engine)
 
 
-def lines_of_skipped_steps(stage: int, fp8: dict[str, Any], waits: bool, bad: set[int]) -> list[int]:
-    """How many lines on skipped steps were said after each of ten. Those of `bad` have an infinite gradient."""
+@pytest.mark.parametrize(("stage", "fp8", "waits"), [(2, {}, True), (1, STATES, False)])
+@on_ranks(2)
+def test_three_skipped_steps_in_a_row_are_said_once_by_rank_0(stage: int, fp8: dict[str, Any], waits: bool) -> None:
+    """A step late where the host does not wait for the flag of a step."""
     config = training.ds_config(stage, fp8, bf16={"enabled": True, "check_grad_overflow": waits})
+    is_first, told = torch.distributed.get_rank() == 0, []
     with training.log_lines() as said:
-        engine, told = training.build(config, {"width": 32, "hidden": 64, "num_blocks": 1}), []
+        engine = training.build(config, {"width": 32, "hidden": 64, "num_blocks": 1})
         if not waits:
             engine.optimizer.fp8_flag = training.late_flag()
         for step in range(10):
-            factor = float("inf") if torch.distributed.get_rank() == 0 and step in bad else 1.0
+            factor = float("inf") if is_first and step in (1, 2, 4, 5, 6, 7) else 1.0
             handle = engine.module.norm.bias.register_hook(lambda grad, factor=factor: grad * factor)
             training.train(engine, 1, step)
             handle.remove()
             told.append(sum("steps in a row were skipped" in line for line in said))
         training.destroy(engine)
-    return told
-
-
-@pytest.mark.parametrize(("stage", "fp8", "waits"), [(2, {}, True), (1, STATES, False)])
-def test_three_skipped_steps_in_a_row_are_said_once_by_rank_0(
-    ranks: Any, stage: int, fp8: dict[str, Any], waits: bool
-) -> None:
-    """A step late where the host does not wait for the flag of a step."""
-    first, second = ranks(2).run(lines_of_skipped_steps, stage, fp8, waits, {1, 2, 4, 5, 6, 7})
     due = 6 if waits else 7
-    assert first == [int(step >= due) for step in range(10)] and second == [0] * 10
+    assert told == [int(is_first and step >= due) for step in range(10)]

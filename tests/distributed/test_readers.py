@@ -5,16 +5,12 @@ from __future__ import annotations
 import copy
 import io
 import math
-from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import training
 from support.ranks import on_ranks
-from torch.utils.checkpoint import checkpoint
 
 import fp8_ds
 
@@ -160,135 +156,53 @@ def test_safe_functions_see_and_set_masters_gradients_and_states(ranks: Any, sta
 def external(stage: int, fp8: dict[str, Any] | None) -> dict[str, Any]:
     from deepspeed.utils import safe_get_full_grad
 
-    zero: dict[str, int] = {}
+    zero, checkpointing = {}, ""
     if stage == 3:  # released after the forward, so that the backward gathers anew
-        zero = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
-        zero["stage3_param_persistence_threshold"] = 0
+        zero, checkpointing = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}, "non-reentrant"
     config = training.ds_config(stage, fp8, zero_optimization=zero, gradient_clipping=0.0)
-    engine = training.build(config, {"external": True})
+    engine = training.build(config, {"external": True, "checkpointing": checkpointing})
     engine.backward(engine(training.micro_batches(0, 2)[torch.distributed.get_rank()]))
     grads = {n: safe_get_full_grad(p).float().clone() for n, p in engine.module.named_parameters()}
     engine.step()
     losses = training.train(engine, 6, first_step=1)
-    skipped = engine.skipped_steps
+    assert engine.skipped_steps == 0
     training.destroy(engine)
-    return {"losses": losses, "grads": grads, "skipped": skipped}
+    return {"losses": losses, "grads": grads}
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_weight_used_by_another_module_has_its_true_value_and_gradient(ranks: Any, stage: int) -> None:
     from fp8_ds.testing import sqnr_db
 
-    ours = ranks(2).run(external, stage, {})[0]
-    stock = ranks(2).run(external, stage, None)[0]
-    assert ours["skipped"] == stock["skipped"] == 0
+    ours, stock = (ranks(2).run(external, stage, fp8)[0] for fp8 in ({}, None))
     for name, grad in stock["grads"].items():
         assert sqnr_db(grad, ours["grads"][name]) > 15, name
     assert max_difference(ours["losses"], stock["losses"]) < 0.02
     assert ours["losses"][-1] < 0.9 * ours["losses"][0]
 
 
-class _Product(torch.autograd.Function):
-    """As fused kernels are written, which are handed a weight and keep it for their backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, w)
-        return x @ w.t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, w = ctx.saved_tensors
-        return grad @ w, grad.t() @ x
-
-
-class _Keep(torch.autograd.Function):
-    """Reads the weight that it saves in its backward alone."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(w)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (w,) = ctx.saved_tensors
-        return grad * w.isfinite().all(), None
-
-
-def _counting() -> Any:
-    """Hooks that hand a tensor back as it is, as counters of saved bytes do, and offloading of small tensors."""
-    return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
-
-
-def hooked(where: str) -> dict[str, Any]:
-    """Training in stage 3 with the second weights of blocks in a user's Function, with hooks on saved tensors `where`.
-
-    In each forward a checkpoint is also differentiated by the weight, as for a penalty on gradients.
-    """
-    zero = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
-    checkpointing = "nonreentrant" if where == "checkpoint" else ""
-    config = training.ds_config(3, {}, zero_optimization=zero)
-    engine = training.build(config, {"external": True, "checkpointing": checkpointing})
-    wrong: list[str] = []
-
-    def forward(block: Any, x: torch.Tensor) -> torch.Tensor:
-        w = block.down.weight
-        x = _Keep.apply(x, w)
-        h = F.gelu(block.up(block.norm(x))).flatten(0, 1)
-        with _counting() if where == "inside" else nullcontext():
-            y = _Product.apply(h, w)
-        if torch.is_grad_enabled():
-            leaf = h.detach().requires_grad_()
-            loss = checkpoint(lambda q: F.linear(q, w), leaf, use_reentrant=False).float().pow(2).mean()
-            grads = torch.autograd.grad(loss, [leaf, w])
-            plain = [leaf, w.detach().requires_grad_()]
-            expected = torch.autograd.grad(F.linear(*plain).float().pow(2).mean(), plain)
-            wrong.extend(str(i) for i in range(2) if not torch.equal(grads[i], expected[i]))
-        return x + y.view_as(x)
-
-    for block in engine.module.blocks:
-        block.forward = partial(forward, block)
-    with _counting() if where == "outside" else nullcontext():
-        losses = training.train(engine, 3)
-    skipped = engine.skipped_steps
-    training.destroy(engine)
-    return {"losses": losses, "skipped": skipped, "wrong": wrong}
-
-
-def test_a_function_that_saves_a_weight_trains_alike_under_hooks_on_saved_tensors(ranks: Any) -> None:
-    plain = ranks(2).run(hooked, "nowhere")
-    for where in ("outside", "inside", "checkpoint"):
-        for ours, without in zip(ranks(2).run(hooked, where), plain, strict=True):
-            assert ours["skipped"] == 0 and ours["wrong"] == []
-            assert ours["losses"] == without["losses"], where
-
-
-def evaluating(stage: int, fp8: dict[str, Any], evaluates: bool) -> dict[str, Any]:
-    engine = training.build(training.ds_config(stage, fp8))
+def evaluating(stage: int, evaluates: bool) -> tuple[list[float], set[float]]:
+    """Losses of training, and those of one batch in between, by all ways of evaluating it."""
+    engine = training.build(training.ds_config(stage, {}))
     batch = training.micro_batches(77, 1)[0]
-    losses, evaluated = training.train(engine, 2), []
+    losses, evaluated = training.train(engine, 2), set()
     if evaluates:
-        evaluated.append(float(engine(batch)))  # training mode, no backward after it
-        with torch.no_grad():
-            evaluated.append(float(engine(batch)))
-        engine.eval()
-        with torch.no_grad():
-            evaluated.append(float(engine(batch)))
-        with torch.inference_mode():
-            evaluated.append(float(engine(batch)))
+        evaluated.add(float(engine(batch)))  # training mode, no backward after it
+        for in_training, context in ((True, torch.no_grad), (False, torch.no_grad), (False, torch.inference_mode)):
+            engine.train(in_training)
+            with context():
+                evaluated.add(float(engine(batch)))
         engine.train()
     losses += training.train(engine, 2, first_step=2)
     training.destroy(engine)
-    return {"losses": losses, "evaluated": evaluated}
+    return losses, evaluated
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_evaluation_has_the_loss_of_training_and_leaves_no_trace(ranks: Any, stage: int) -> None:
-    ours, plain = ranks(2).run(evaluating, stage, {}, True), ranks(2).run(evaluating, stage, {}, False)
-    for with_evaluation, without in zip(ours, plain, strict=True):
-        assert len(set(with_evaluation["evaluated"])) == 1
-        assert with_evaluation["losses"] == without["losses"]
+    plain = ranks(2).run(evaluating, stage, False)
+    for (losses, evaluated), (without, _) in zip(ranks(2).run(evaluating, stage, True), plain, strict=True):
+        assert len(evaluated) == 1 and losses == without
 
 
 def copied(stage: int, fp8: dict[str, Any] | None, in_bf16: str | None) -> dict[str, Any]:

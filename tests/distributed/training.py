@@ -160,10 +160,17 @@ def late_flag() -> Any:
     return LateFlag()
 
 
+def reports_of(engine: Any) -> list[dict[str, Any]]:
+    """What the engine's monitor reports from now on; nothing without one."""
+    reports: list[dict[str, Any]] = []
+    if engine._fp8_step_callbacks.monitor is not None:
+        engine._fp8_step_callbacks.monitor.sinks.append(lambda report: reports.append(report.to_json()))
+    return reports
+
+
 def losses_and_report(engine: Any, is_compiled: bool) -> tuple[list[float], dict[str, Any]]:
     """Of four steps of an engine with a monitor, and its last report; the engine is destroyed."""
-    reports: list[dict[str, Any]] = []
-    engine._fp8_step_callbacks.monitor.sinks.append(lambda report: reports.append(report.to_json()))
+    reports = reports_of(engine)
     if is_compiled:
         torch._dynamo.reset()
         engine.compile(backend="aot_eager")

@@ -177,20 +177,6 @@ def test_every_piece_begins_a_group_of_its_own() -> None:
         assert_bitwise(piece, reduced([[pieces[i]] for pieces in of_ranks], torch.float32, 1 / 4)[0])
 
 
-def test_no_pieces_are_no_bytes() -> None:
-    assert block_bytes(num_groups([])) == block_bytes(num_groups([0])) == 0
-    assert reduced([[], []]) == []
-    assert [piece.numel() for piece in reduced([[torch.zeros(0)], [torch.zeros(0)]])] == [0]
-
-
-def test_work_in_chunks_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    of_ranks = [[g, g[:77]] for g in gradients("per_row", 2)]
-    whole = reduced(of_ranks)
-    monkeypatch.setattr(reduce_scatter, "_CHUNK_GROUPS", 7)
-    for piece, expected in zip(reduced(of_ranks), whole, strict=True):
-        assert_bitwise(piece, expected)
-
-
 def test_ranks_share_the_adding_where_few_keep_the_sums() -> None:
     def balanced(*numels: int, dtype: torch.dtype = torch.bfloat16) -> bool:
         return is_balanced([num_groups([numel]) for numel in numels], dtype)

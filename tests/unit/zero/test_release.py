@@ -151,54 +151,6 @@ def test_the_bound_holds_for_what_a_step_passes_over_while_betas_move(why: str) 
     assert sums[3] == sums[2] > sums[4]
 
 
-def bucket_steps(num_steps: int, forget: bool) -> tuple[list[Tensor], int]:
-    """All bytes after steps whose buckets vary, and the most that was kept of them at once.
-
-    Args:
-        forget: keep nothing from step to step.
-    """
-    layers = [f"layer{i}" for i in range(10)]
-    release = updater(max_norm=30.0, fmt=E4M11, held=dict.fromkeys(layers, 5))
-    most = 0
-    for t in range(num_steps):
-        generator = torch.Generator().manual_seed(t)
-        chosen = [layers[i] for i in torch.randperm(10, generator=generator)[:6].tolist()]  # layer drop
-        for bucket in (chosen[:4], chosen[4:]):
-            grads = {name: torch.randn(5, generator=generator) for name in bucket}
-            release.update(bucket, grads, GROUPS, 1.0)
-        release.finish(None)
-        most = max(most, len(release.core._prepared), len(release._indices))
-        if forget:
-            release.core.moved()
-            release._indices.clear()
-    tensors = [getattr(shard, name) for shard in release.core.shards for name in ("hi", "lo", "m", "v")]
-    return [*tensors, release.core.scales.scale_inv, release.last_norm], most
-
-
-def test_buckets_that_vary_from_step_to_step_are_forgotten_and_give_the_same_bytes() -> None:
-    kept, most = bucket_steps(40, forget=False)
-    anew, _ = bucket_steps(40, forget=True)
-    assert most <= 5 * 2  # five steps of two buckets
-    assert all(torch.equal(a, b) for a, b in zip(kept, anew, strict=True))
-
-
-def shared_addresses(release: Any) -> list[int]:
-    core, scales = release.core, release.core.scales
-    own = [release.last_norm, release._square_sum, core.step_count]
-    of_scales = [scales.amax, scales.measured, scales.scale, scales.scale_inv, scales.previous_scale_inv]
-    return [tensor.data_ptr() for tensor in (*own, *of_scales, scales.next_scale_inv)]
-
-
-def test_tensors_that_updates_and_ends_of_steps_share_stay_where_they_are() -> None:
-    """A CUDA graph of an update goes on with the addresses that it was captured with."""
-    release = updater(max_norm=1.0, fmt=E4M11)
-    step(release, gradients(0))
-    addresses, before = shared_addresses(release), float(release.last_norm)
-    step(release, gradients(1))
-    assert shared_addresses(release) == addresses
-    assert float(release.last_norm) != before and float(release._square_sum) == 0
-
-
 def test_a_second_gradient_before_the_step_ends_is_refused_by_name() -> None:
     release = updater()
     grads = gradients(0)
