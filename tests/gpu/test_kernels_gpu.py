@@ -218,14 +218,23 @@ def test_gradients_that_move_in_every_step_are_found_while_earlier_copies_are_pe
     assert_bitwise(expected.amax, inputs.amax.cpu())
 
 
-def test_capture_with_gradients_at_new_addresses_is_refused() -> None:
+def test_a_captured_step_replays_as_eager_and_one_with_gradients_at_new_addresses_is_refused() -> None:
     shard = make_shard(BY_NAME["e4m11"], 1280, 0)
     grad = make_grad(shard, torch.bfloat16).cuda()
-    kernel, inputs = prepare([clone_shard(shard, "cuda")]), make_inputs(device="cuda")
-    kernel([grad], inputs)
+    eager, captured = clone_shard(shard, "cuda"), clone_shard(shard, "cuda")
+    of_eager, kernel, inputs = prepare([eager]), prepare([captured]), make_inputs(device="cuda")
+    inputs.next_scale_inv = inputs.scale_inv
+    for _ in range(3):
+        of_eager([grad], inputs)
+    kernel([grad], inputs)  # makes the copy of addresses
+    graph, refused = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel([grad], inputs)
+    for _ in range(2):
+        graph.replay()
+    assert differences(eager, captured) == []
     other = grad.clone()
-    graph = torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError, match="addresses"), torch.cuda.graph(graph):
+    with pytest.raises(RuntimeError, match="addresses"), torch.cuda.graph(refused):
         kernel([other], inputs)
     torch.cuda.synchronize()
 

@@ -30,12 +30,18 @@ RECIPES = ("tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"
 _CLASSES = {kind.name: kind for kind in (TensorwiseRecipe, RowwiseRecipe, RowwiseGradWeightHpRecipe, BlockwiseRecipe)}
 
 
-def fp8_of(linear: nn.Linear, recipe: str = "tensorwise", input_cache: InputCache | None = None, **keys: Any) -> Any:
-    """Return a converted copy; `linear` stays the reference. With "delayed", `fp8_recipe.history` is its own."""
+def fp8_of(
+    linear: nn.Linear,
+    recipe: str = "tensorwise",
+    input_cache: InputCache | None = None,
+    history: AmaxHistory | None = None,
+    **keys: Any,
+) -> Any:
+    """Return a converted copy; `linear` stays the reference. With "delayed" it has `history`, by default its own."""
     config = LinearConfig.model_validate({"recipe": recipe, **keys})
     if recipe == "delayed":
-        made: Any = DelayedRecipe(config, AmaxHistory(2, [E4M3.max, E5M2.max]), 0, 1)
-        made.input_cache = input_cache
+        history = AmaxHistory(2, [E4M3.max, E5M2.max]) if history is None else history
+        made: Any = DelayedRecipe(config, history, 0, 1, input_cache)
     else:
         made = _CLASSES[recipe](config, input_cache)
     return Fp8Linear.from_linear(copy.deepcopy(linear), made)

@@ -9,6 +9,8 @@ import importlib.util
 import json
 import re
 import shlex
+import subprocess
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,6 +150,14 @@ def test_python_blocks_compile_and_import_what_exists(page: Path) -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("fp8_ds", "megatron_patches"):
                 module = importlib.import_module(str(node.module))
                 assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
+
+
+def test_importing_fp8_ds_is_enough_for_each_name_of_the_api() -> None:
+    page = (ROOT / "docs/api/index.md").read_text()
+    names = {*re.findall(r"`fp8_ds\.([\w.]+)`", page), "tp.parallelize", "attention.attention", "__all__"}
+    assert {"tp", "attention", "monitor", "tools.estimate", "CheckpointError"} <= names
+    code = f"import operator, sys, fp8_ds; operator.attrgetter(*{sorted(names)})(fp8_ds)"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, check=True)
 
 
 def test_flags_of_megatron_pages_are_flags() -> None:

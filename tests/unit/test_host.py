@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import socket
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,14 +13,6 @@ from fp8_ds import host
 from fp8_ds.errors import ConfigError
 from fp8_ds.host import free_port, num_gpus, uses_cuda, which_gpus
 from fp8_ds.tools.doctor import diagnosis
-
-ASKS_TORCH = {
-    "fp8_ds/host.py": "is who asks",
-    "fp8_ds/tools/doctor/diagnosis.py": "lists the machine's GPUs",
-    "fp8_ds/ops/grouped/__init__.py": "is given a device of tensors, and reads its capability where there is one",
-    "fp8_ds/tp/group.py": "reads options of a group that has another backend than gloo",
-}
-"""Why these may."""
 
 
 @pytest.fixture
@@ -58,13 +49,6 @@ def test_a_gpu_that_is_left_unused_is_told(monkeypatch: pytest.MonkeyPatch, gpus
     assert {check.status for check in diagnosis._gpu()} == {"ok"}
 
 
-def test_nothing_else_asks_torch_whether_there_is_a_gpu() -> None:
-    root = Path(__file__).resolve().parents[2]
-    files = (file for folder in ("fp8_ds", "examples", "benchmarks") for file in (root / folder).rglob("*.py"))
-    asking = {str(file.relative_to(root)) for file in files if "cuda.is_available" in file.read_text()}
-    assert asking == ASKS_TORCH.keys()
-
-
 @pytest.mark.parametrize(
     ("named", "number", "accelerator", "expected"),
     [
@@ -98,18 +82,14 @@ def test_a_port_is_none_that_the_system_gives_a_connection() -> None:
         listener.bind(("127.0.0.1", ports.pop()))
 
 
-def test_processes_with_one_seed_draw_different_ports() -> None:
+def test_a_port_in_use_is_passed_over_and_a_seed_does_not_choose_it(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = []
     for _ in range(2):
         random.seed(0)
         drawn.append([free_port() for _ in range(3)])
     assert drawn[0] != drawn[1]
-
-
-def test_a_port_in_use_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        taken = listener.getsockname()[1]
-        spare = free_port()
+        taken, spare = listener.getsockname()[1], free_port()
         monkeypatch.setattr(host, "_PORTS", [taken] * 99 + [spare])
         assert free_port() == spare

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from support.adam_shards import make_grad, make_inputs, make_shard
+from support.linears import RECIPES, fp8_of
 from support.properties import (
     UNITS,
     assert_right_or_seen,
@@ -22,17 +23,9 @@ from support.properties import (
 )
 from torch import Tensor, nn
 
-from fp8_ds.config import Fp8Config, LinearConfig
+from fp8_ds.config import Fp8Config
 from fp8_ds.errors import ConfigError, Fp8DsError
-from fp8_ds.nn.linear.fp8_linear import Fp8Linear
 from fp8_ds.nn.linear.payload import ROW, TENSOR, TILE, per_element
-from fp8_ds.nn.linear.recipes import (
-    BlockwiseRecipe,
-    DelayedRecipe,
-    RowwiseGradWeightHpRecipe,
-    RowwiseRecipe,
-    TensorwiseRecipe,
-)
 from fp8_ds.numerics.formats import BY_NAME as FORMATS
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.numerics.masters import BY_NAME
@@ -128,7 +121,6 @@ def test_any_block_is_read_as_it_is_or_refused_by_name(num: int) -> None:
 
 # --- the linear ---
 
-RECIPES = {r.name: r for r in (TensorwiseRecipe, RowwiseRecipe, RowwiseGradWeightHpRecipe, BlockwiseRecipe)}
 WEIGHT_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 DTYPES = (*WEIGHT_DTYPES, torch.float64, torch.int64)
 OPERANDS = ("input", "weight", "gradient")
@@ -154,7 +146,7 @@ def linears(draw: st.DrawFn) -> dict[str, Any]:
     return {
         "lead": lead,
         "sizes": (draw(st.integers(1, 70)), draw(st.integers(1, 70))),
-        "recipe": draw(st.sampled_from([*sorted(RECIPES), "delayed"])),
+        "recipe": draw(st.sampled_from(sorted(RECIPES))),
         "history": draw(st.sampled_from(["fresh", "zeros", -6, -1, 0, 1, 6])),
         "grad_dtype": draw(st.sampled_from(["e5m2", "e4m3"])),
         "backend": draw(st.sampled_from(["torch", "reference"])),
@@ -211,9 +203,7 @@ def claim_linear(case: dict[str, Any]) -> None:
     grad = laid_out(values_of(case, (tokens, outputs), 2, generator).to(x_dtype), case["layouts"][1])
     history = history_of(case, x, grad)
     backend = "reference" if (case["recipe"], case["grad_dtype"]) == ("blockwise", "e5m2") else case["backend"]
-    config = LinearConfig(recipe=case["recipe"], grad_dtype=case["grad_dtype"], backend=backend)
-    recipe = RECIPES[case["recipe"]](config) if case["recipe"] in RECIPES else DelayedRecipe(config, history, 0, 1)
-    module = Fp8Linear.from_linear(copy.deepcopy(linear), recipe)
+    module = fp8_of(linear, case["recipe"], history=history, grad_dtype=case["grad_dtype"], backend=backend)
     leaf = x.detach().requires_grad_(x.is_floating_point())
     is_right = got_features == features and x_dtype == dtype
     try:

@@ -1,4 +1,3 @@
-import json
 import subprocess
 import sys
 from typing import Any
@@ -8,72 +7,6 @@ import pytest
 from fp8_ds.config import Fp8Config, OptimizerConfig
 from fp8_ds.config.explain import REMOVED
 from fp8_ds.errors import ConfigError
-
-
-def test_enabled_alone_is_the_pinned_setting() -> None:
-    assert Fp8Config.from_block({"enabled": True}).model_dump() == {
-        "enabled": True,
-        "linear": {
-            "recipe": "tensorwise",
-            "grad_dtype": "e5m2",
-            "fast_accumulation": "output",
-            "backend": "torch",
-            "filter_fqns": ("lm_head",),
-            "num_layers_at_start_in_bf16": 0,
-            "num_layers_at_end_in_bf16": 0,
-            "frozen": "bf16",
-        },
-        "zero": {"reduce_scatter": "bf16"},
-        "optimizer": {
-            "states": "fp32",
-            "master": None,
-            "release": False,
-            "release_clipping": "exact",
-            "seed": 0,
-        },
-        "activations": {
-            "fused": False,
-            "nonlinear": "bf16",
-            "cross_entropy_chunk_mem_const": None,
-        },
-        "tensor_parallel": {"gather": "fp8"},
-        "attention": {"backend": None, "hadamard": False},
-        "schedule": {
-            "bf16_until_step": 0,
-            "bf16_last_fraction": 0.0,
-            "total_steps": None,
-            "layers": {},
-        },
-        "guard": {"action": None},
-        "monitor": {"every": 0, "sink": "deepspeed"},
-        "without_deepspeed_fixes": (),
-    }
-
-
-def test_a_full_block_of_json_is_accepted() -> None:
-    text = """{"enabled": false, "linear": {"recipe": "delayed", "grad_dtype": "e4m3", "backend": "reference",
-               "filter_fqns": ["lm_head", "layers.0."], "frozen": "fp8"},
-               "zero": {"reduce_scatter": "fp8"},
-               "optimizer": {"states": "fp8", "master": "e4m11", "release": true, "release_clipping": "delayed_norm",
-                             "seed": 4294967295},
-               "activations": {"fused": true, "nonlinear": "fp8", "cross_entropy_chunk_mem_const": 8},
-               "tensor_parallel": {"gather": "bf16"},
-               "attention": {"backend": "fa3_fp8", "hadamard": true},
-               "schedule": {"bf16_until_step": 100, "bf16_last_fraction": 0.1,
-                            "total_steps": 1000, "layers": {"layers.0.": "bf16"}},
-               "guard": {"action": "bf16"},
-               "monitor": {"every": 50, "sink": "runs/health.jsonl"}}"""
-    config = Fp8Config.from_block(json.loads(text))
-    assert config.enabled is False
-    assert config.linear.filter_fqns == ("lm_head", "layers.0.")
-    assert config.linear.frozen == "fp8"
-    assert config.zero.reduce_scatter == "fp8"
-    assert (config.optimizer.states, config.optimizer.master, config.optimizer.release) == ("fp8", "e4m11", True)
-    assert (config.activations.fused, config.activations.nonlinear) == (True, "fp8")
-    assert config.activations.cross_entropy_chunk_mem_const == 8
-    assert config.tensor_parallel.gather == "bf16"
-    assert (config.schedule.bf16_last_fraction, config.schedule.layers) == (0.1, {"layers.0.": "bf16"})
-    assert (config.monitor.every, config.monitor.sink) == (50, "runs/health.jsonl")
 
 
 def test_a_sink_is_a_string_or_a_list_of_them() -> None:
@@ -98,12 +31,6 @@ def test_fp8_states_alone_imply_the_wider_split_master(block: dict[str, Any], ma
     assert config.to_state()["optimizer"]["master_format"] == master
 
 
-@pytest.mark.parametrize("master", ["e4m19", "e4m11"])
-def test_a_split_master_without_fp8_states_is_refused(master: str) -> None:
-    with pytest.raises(ConfigError, match=rf'^fp8\.optimizer\.master: .*got "{master}"\. .*set "states": "fp8"'):
-        Fp8Config.from_block({"enabled": True, "optimizer": {"master": master}})
-
-
 def on(**linear: Any) -> dict[str, Any]:
     return {"enabled": True, "linear": linear}
 
@@ -121,6 +48,7 @@ ERRORS: dict[str, tuple[Any, str]] = {
         {"enabled": True, "optimizer": {"states": "fp8", "master": "fp32"}},
         "fp8.optimizer.master:",
     ),
+    "a split master without FP8 states": ({"enabled": True, "optimizer": {"master": "e4m19"}}, "fp8.optimizer.master:"),
     "typo in a value": (on(recipe="tensorwize"), "fp8.linear.recipe:"),
     "a block that is a list": ({"enabled": True, "zero": []}, "fp8.zero:"),
     "filter is a string": (on(filter_fqns="output"), "fp8.linear.filter_fqns:"),
@@ -179,12 +107,8 @@ def test_what_is_gone_is_refused_with_what_to_do_instead(name: str, remedy: str)
 
 
 def test_one_error_names_every_wrong_key() -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"(?s)^3 errors.*fp8.enabled:.*fp8.linear.recipe:.*fp8.zero.shard:"):
         Fp8Config.from_block({"enabled": "yes", "linear": {"recipe": "auto"}, "zero": {"shard": 1}})
-    message = str(caught.value)
-    assert message.startswith("3 errors")
-    for key in ("fp8.enabled:", "fp8.linear.recipe:", "fp8.zero.shard:"):
-        assert key in message
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -194,14 +118,14 @@ def test_gradients_in_fp8_below_stage_2_are_refused(stage: int) -> None:
         config.validate_with({"zero_optimization": {"stage": other}})
     below = {"zero_optimization": {"stage": stage}}
     Fp8Config(enabled=True).validate_with(below)
-    with pytest.raises(ConfigError, match=rf'^fp8\.zero\.reduce_scatter: .*stage {stage}, got "fp8"\. .*use stage 2'):
+    with pytest.raises(ConfigError, match=rf"^fp8\.zero\.reduce_scatter: .*stage {stage}"):
         config.validate_with(below)
 
 
 def test_a_model_built_directly_is_checked_as_one_from_a_file() -> None:
-    with pytest.raises(ValueError, match=r'fp8\.optimizer\.release: expected false with states "fp32", got true'):
+    with pytest.raises(ValueError, match=r"fp8\.optimizer\.release: "):
         OptimizerConfig(release=True)
-    with pytest.raises(ValueError, match=r'fp8\.activations\.nonlinear: expected "bf16" with fused false'):
+    with pytest.raises(ValueError, match=r"fp8\.activations\.nonlinear: "):
         Fp8Config(enabled=True, activations={"nonlinear": "fp8"})  # type: ignore[arg-type]
 
 
@@ -222,11 +146,6 @@ def test_json_that_python_cannot_hold_or_print_is_refused_by_name() -> None:
         str(caught.value).encode()
     while deep:  # freed level by level: at once it would be freed by recursion
         deep = deep.pop("a")
-
-
-def test_a_config_cannot_be_changed() -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        Fp8Config(enabled=True).enabled = False  # type: ignore[misc]
 
 
 def test_checking_a_block_needs_neither_torch_nor_deepspeed() -> None:

@@ -39,15 +39,10 @@ def test_the_interval_is_students() -> None:
     assert Paired((1.0,)).half_width == math.inf and math.isnan(Paired((1.0, math.nan)).half_width)
     many = Paired(tuple(map(float, range(99))))
     assert many.half_width == pytest.approx(2.131 * statistics.stdev(range(99)) / math.sqrt(99))  # of 15 degrees
-
-
-def test_the_quantiles_are_students() -> None:
-    """The density, integrated from 0 to each of them, has 0.475 of the whole."""
-    for degrees, quantile in enumerate(T_975, 1):
+    for degrees, quantile in enumerate(T_975, 1):  # the density, integrated to each of them, has 0.475 of the whole
         scale = math.gamma((degrees + 1) / 2) / (math.sqrt(degrees * math.pi) * math.gamma(degrees / 2))
-        width = quantile / 2_000
-        middles = ((k + 0.5) * width for k in range(2_000))
-        area = sum(scale * (1 + x * x / degrees) ** (-(degrees + 1) / 2) * width for x in middles)
+        x = (np.arange(2_000) + 0.5) * quantile / 2_000
+        area = float((scale * (1 + x * x / degrees) ** (-(degrees + 1) / 2) * quantile / 2_000).sum())
         assert area == pytest.approx(0.475, abs=3e-5), degrees
 
 
@@ -182,9 +177,11 @@ def test_a_file_in_two_runs_is_refused_by_whatever_path(tmp_path: Path) -> None:
     assert len(read_groups([f"bf16={one},{other}", f"fp8={copies}"], None)) == 2  # of numbers alone nothing is known
 
 
-def test_the_command_answers_in_json_and_names_where_a_run_diverged(tmp_path: Path) -> None:
-    base = ",".join(write(tmp_path, f"base{i}", 2.0 + i / 10) for i in range(3))
-    same = ",".join(write(tmp_path, f"same{i}", 2.0 + i / 10 + 1e-4 * i) for i in range(3))
+def test_the_exit_code_is_the_verdict(tmp_path: Path) -> None:
+    base, same = (
+        ",".join(write(tmp_path, f"{name}{i}", 2.0 + i / 10 + i * more) for i in range(3))
+        for name, more in (("base", 0), ("same", 1e-4))
+    )
     result = CliRunner().invoke(app, ["compare", f"bf16={base}", f"fp8={same}", "--json"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.output)["results"][0]["verdict"] == "parity"
@@ -192,7 +189,6 @@ def test_the_command_answers_in_json_and_names_where_a_run_diverged(tmp_path: Pa
     bad, one = write(tmp_path, "bad", 2.0, until=41), write(tmp_path, "one", 2.0)
     result = CliRunner().invoke(app, ["compare", one, bad])
     assert result.exit_code == 1 and "diverged at step 41" in result.stdout
-    assert CliRunner().invoke(app, ["compare", bad, one]).exit_code == 2
     assert CliRunner().invoke(app, ["compare", bad, one, "--until", "40"]).exit_code == 1  # one pair
 
 

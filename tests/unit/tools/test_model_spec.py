@@ -14,7 +14,9 @@ from fp8_ds.errors import ConfigError
 from fp8_ds.tools.estimate.model_spec import FAMILIES, ModelSpec, loss_of, read_spec, sequence_length
 
 pytest.importorskip("transformers")
-NEO = {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "hidden_size": 64, "num_heads": 4}
+NEO = {"model_type": "gpt_neo", "num_layers": 2, "attention_types": [[["global", "local"], 1]], "hidden_size": 64}
+NEO |= {"num_heads": 4}
+MPT = {"model_type": "mpt", "d_model": 64, "n_layers": 1, "n_heads": 4, "max_seq_len": 32, "vocab_size": 97}
 OPT = {"num_hidden_layers": 1, "hidden_size": 64, "ffn_dim": 64, "num_attention_heads": 4, "word_embed_proj_dim": 64}
 
 
@@ -39,16 +41,11 @@ def test_rotary_positions_and_small_vocabularies_limit_nothing() -> None:
     assert sequence_length(nn.Linear(2, 2), None) == 4096
 
 
-def test_a_class_with_an_attention_of_its_own_is_built_with_it() -> None:
-    """GPT-Neo looks into a table of its own, in which the estimate's function is not."""
-    model = ModelSpec("neo", {"model_type": "gpt_neo", **NEO}).build()
-    assert type(model).__name__ == "GPTNeoForCausalLM" and next(model.parameters()).is_meta
-
-
-def test_a_class_that_reads_its_mask_has_one() -> None:
-    """MPT's attention is its own, and needs the mask that transformers leaves out for one from the registry."""
-    sizes = {"d_model": 64, "n_layers": 1, "n_heads": 4, "max_seq_len": 32, "vocab_size": 97}
-    model = ModelSpec("mpt", {"model_type": "mpt", **sizes}).build()
+def test_a_class_with_an_attention_of_its_own_is_built_with_it_and_has_its_mask() -> None:
+    """GPT-Neo looks into a table in which the estimate's function is not; MPT needs the mask that transformers leaves
+    out for one from the registry."""
+    assert next(ModelSpec("neo", NEO).build().parameters()).is_meta
+    model = ModelSpec("mpt", MPT).build()
     with torch.device("meta"):
         assert loss_of(model, 2, 4).shape == ()
 
