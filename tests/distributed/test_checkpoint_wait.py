@@ -72,24 +72,3 @@ def test_a_rank_that_dies_while_others_wait_is_an_error(impatient_ranks: RankPoo
     with pytest.raises(RankError, match="rank 1 died"):
         impatient_ranks.run(dies_while_others_wait, str(tmp_path))
     assert time.monotonic() - start < 60
-
-
-def one_raises() -> list[str]:
-    import torch.distributed as dist
-
-    from fp8_ds.engine.saving import all_do
-
-    def work() -> int:
-        if dist.get_rank() == 1:
-            raise SystemExit("by zero")
-        return 7
-
-    assert all_do("count", dist.get_rank) == ([0, 1], [])
-    done, failed = all_do("count", work)
-    assert done == [7, None]
-    return failed
-
-
-def test_whatever_a_rank_raises_in_its_work_is_known_on_all(ranks: Any) -> None:
-    for failed in ranks(2).run(one_raises):
-        assert failed == ["rank 1: SystemExit: by zero"]
