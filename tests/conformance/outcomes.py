@@ -13,10 +13,6 @@ from pathlib import Path
 from typing import Any
 
 PASSING = ("passed", "xfailed", "xpassed")
-COMPARISON_FAILURE = re.compile(
-    r"^AssertionError: "
-    r"(FP16 model state |Tensor-likes are not close|Gradients differ for parameter |Parameter .* mismatch)"
-)
 
 
 @dataclass
@@ -48,11 +44,6 @@ class Outcome:
     @property
     def is_good(self) -> bool:
         return self.outcome in PASSING
-
-    @property
-    def is_comparison_failure(self) -> bool:
-        """Whether the test failed because values differ, and for no other reason such as a refusal."""
-        return self.outcome == "failed" and COMPARISON_FAILURE.search(self.message) is not None
 
 
 def _one_outcome(phases: list[dict[str, Any]]) -> tuple[str, str]:
@@ -140,12 +131,6 @@ class OutcomeStore:
                     del self.tests[test]
             self.file_hashes[file] = hash_of_file
             self.tests.update(outcomes)
-            self.save()
-
-    def remove(self, tests: Iterable[str]) -> None:
-        with self._lock:
-            for test in tests:
-                self.tests.pop(test, None)
             self.save()
 
     def save(self) -> None:

@@ -13,22 +13,15 @@ from outcomes import Outcome, OutcomeStore
 COLUMNS = "pass / fail / skip / xfail"
 FIRST = "## First list"
 """The page is written from this line on."""
-ROUNDED = "ours, comparisons at FP8's rounding"
+ROUNDED = "of these passed at FP8's rounding"
 
 
 @dataclass(frozen=True)
 class Arms:
-    """The outcomes of all runs.
-
-    Args:
-        stock: the stock engine.
-        ours: FP8 forced on, upstream's tests as they are.
-        rounded: FP8 forced on and comparisons that forgive FP8's rounding; only tests that `needs_rounding_run`.
-    """
+    """The outcomes of the stock engine, and of FP8 forced on, with comparisons that forgive FP8's rounding."""
 
     stock: OutcomeStore
     ours: OutcomeStore
-    rounded: OutcomeStore
 
 
 def count(outcomes: Iterable[Outcome]) -> str:
@@ -44,19 +37,6 @@ def differing(stock: OutcomeStore, ours: OutcomeStore) -> list[str]:
     return [t for t in sorted(stock.tests) if t in ours.tests and stock.tests[t].outcome != ours.tests[t].outcome]
 
 
-def needs_rounding_run(test: str, arms: Arms) -> bool:
-    """Whether stock passes the test and ours fails it because values differ."""
-    if test not in arms.stock.tests or test not in arms.ours.tests:
-        return False
-    return arms.stock.tests[test].is_good and arms.ours.tests[test].is_comparison_failure
-
-
-def passes_at_rounding(test: str, arms: Arms) -> bool:
-    """Whether forgiving FP8's rounding made the test pass; one that passed with nothing to forgive is only unsteady."""
-    outcome = arms.rounded.tests.get(test)
-    return outcome is not None and outcome.is_good and outcome.num_forgiven > 0
-
-
 def find_reason(test: str, outcome: Outcome, reasons: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The first row of reasons.toml whose `tests` matches the node id and whose `message` matches our failure."""
     for reason in reasons:
@@ -65,23 +45,14 @@ def find_reason(test: str, outcome: Outcome, reasons: list[dict[str, Any]]) -> d
     return None
 
 
-def is_explained(test: str, arms: Arms, reasons: list[dict[str, Any]]) -> bool:
-    """Whether a row of reasons.toml names our failure and, if the row says "rounding", forgiving rounding is enough."""
-    reason = find_reason(test, arms.ours.tests[test], reasons)
-    return reason is not None and (not reason.get("rounding") or passes_at_rounding(test, arms))
-
-
 def only_ours_fails(arms: Arms) -> list[str]:
-    return [
-        test
-        for test in differing(arms.stock, arms.ours)
-        if arms.stock.tests[test].is_good and not arms.ours.tests[test].is_good
-    ]
+    tests = differing(arms.stock, arms.ours)
+    return [test for test in tests if arms.stock.tests[test].is_good and not arms.ours.tests[test].is_good]
 
 
 def unexplained(arms: Arms, reasons: list[dict[str, Any]]) -> list[str]:
     """Tests that stock passes and ours does not, and that no row of reasons.toml explains."""
-    return [test for test in only_ours_fails(arms) if not is_explained(test, arms, reasons)]
+    return [test for test in only_ours_fails(arms) if find_reason(test, arms.ours.tests[test], reasons) is None]
 
 
 def _table(header: list[str], rows: Iterable[list[Any]]) -> list[str]:
@@ -104,34 +75,29 @@ def _files_table(entries: list[dict[str, Any]], arms: Arms) -> list[str]:
 def _cells(files: list[str], arms: Arms) -> list[Any]:
     stock = {test: outcome for test, outcome in arms.stock.tests.items() if test.partition("::")[0] in files}
     ours = {test: arms.ours.tests[test] for test in stock if test in arms.ours.tests}
-    rounded = [arms.rounded.tests[test] if passes_at_rounding(test, arms) else ours[test] for test in ours]
+    forgiven = sum(outcome.is_good and outcome.num_forgiven > 0 for outcome in ours.values())
     engines = sum(outcome.num_fp8_engines for outcome in ours.values())
     not_fp8 = sum(outcome.num_forced_not_fp8 for outcome in ours.values())
     seconds = [round(sum(outcome.seconds for outcome in arm.values())) for arm in (stock, ours)]
-    return [count(stock.values()), count(ours.values()), count(rounded), engines, not_fp8, *seconds]
-
-
-def _class_of(test: str, arms: Arms, reasons: list[dict[str, Any]]) -> str:
-    reason = find_reason(test, arms.ours.tests[test], reasons)
-    if reason is None:
-        return "**without a reason**"
-    if not is_explained(test, arms, reasons):
-        return "**above the bound of FP8's rounding**"
-    return "refusal" if reason.get("refusal") else "FP8's rounding, no refusal"
+    return [count(stock.values()), count(ours.values()), forgiven, engines, not_fp8, *seconds]
 
 
 def _differences(arms: Arms, reasons: list[dict[str, Any]]) -> list[str]:
-    rows, counts = [], Counter[tuple[str, str]]()
+    rows = []
     for test in only_ours_fails(arms):
-        ours, rounded = arms.ours.tests[test], arms.rounded.tests.get(test)
-        reason = find_reason(test, ours, reasons) or {}
-        name, text = _class_of(test, arms, reasons), reason.get("reason", ours.message)
-        counts[name, text] += 1
-        error = f"{rounded.outcome}, error {rounded.max_relative_error:.3f}" if rounded is not None else ""
-        rows.append([_short(test), ours.outcome, error, name, text, reason.get("refusal", "")])
-    header = ["test", "ours", ROUNDED, "class", "reason", "refusal (row in docs/refusals.md)"]
-    classes = [[*key, number] for key, number in sorted(counts.items())]
-    return [*_table(["class", "reason", "tests"], [*classes, ["**all**", "", counts.total()]]), *_table(header, rows)]
+        ours = arms.ours.tests[test]
+        reason = find_reason(test, ours, reasons) or {"reason": f"**no reason given**: {ours.message}"}
+        rows.append([_short(test), ours.outcome, reason["reason"], reason.get("refusal", "")])
+    return _table(["test", "ours", "reason", "refusal (row in docs/refusals.md)"], rows)
+
+
+def _forgiven(arms: Arms) -> list[str]:
+    errors: dict[str, list[float]] = {}
+    for test, outcome in arms.ours.tests.items():
+        if outcome.is_good and outcome.num_forgiven:
+            errors.setdefault(test.partition("[")[0], []).append(outcome.max_relative_error)
+    rows = ([_short(test), len(found), f"{max(found):.3f}"] for test, found in sorted(errors.items()))
+    return _table(["test", "cases", "largest error"], rows)
 
 
 def render(selection: dict[str, Any], arms: Arms, reasons: list[dict[str, Any]]) -> str:
@@ -147,6 +113,7 @@ def render(selection: dict[str, Any], arms: Arms, reasons: list[dict[str, Any]])
         *_files_table(selection["first"], arms),
         *["## Second list", "", *_files_table(selection["second"], arms)],
         *["## Tests that stock passes and ours fails", "", *_differences(arms, reasons)],
+        *["## Tests that pass at FP8's rounding, and not at upstream's tolerance", "", *_forgiven(arms)],
         *["## Calls of `initialize` that were left alone in our arm", ""],
         *_table(["why", "calls"], ([why, number] for why, number in not_forced.most_common())),
         *["## Tests that stock fails here", ""],

@@ -3,10 +3,8 @@
     python tests/conformance/run_upstream.py --tests DIR [--list first|second] [--only FILE] [--differing]
 
 DIR is the `tests` folder of a DeepSpeed checkout at the installed version, away from the rest of the checkout.
-A test that stock passes and that fails in our arm because values differ is run once more with FP8 forced on and with
-comparisons that forgive FP8's rounding (rounding.py).
-The exit status is 1 if no engine was FP8, or if a test that stock passes fails in our arm with no row in reasons.toml,
-or with a row that wants that last run to pass, and it does not.
+In our arm comparisons forgive FP8's rounding (rounding.py).
+The exit status is 1 if no engine was FP8, or if a test that stock passes fails in our arm with no row in reasons.toml.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from outcomes import Outcome, OutcomeStore, file_hash, installed_versions, parse_events, select  # noqa: E402
-from report import FIRST, Arms, differing, needs_rounding_run, render, unexplained  # noqa: E402
+from report import FIRST, Arms, differing, render, unexplained  # noqa: E402
 
 MAX_SECOND_LIST = 200
 
@@ -66,12 +64,10 @@ class Runner:
             )
         return tests
 
-    def run(
-        self, file: str, tests: list[str], force: bool, persistence: str, rounding: str = "bf16"
-    ) -> dict[str, Outcome]:
+    def run(self, file: str, tests: list[str], force: bool, persistence: str) -> dict[str, Outcome]:
         """The outcome of each of `tests`, all of one file; a hang or crash costs that test and the rest goes on."""
         outcomes: dict[str, Outcome] = {}
-        name = f"{file}.{'fp8' if force else 'stock'}.{rounding}"
+        name = f"{file}.{'fp8' if force else 'stock'}"
         while remaining := [test for test in tests if test not in outcomes]:
             with tempfile.TemporaryDirectory(prefix="conformance_") as scratch:
                 selected = Path(scratch) / "select.json"
@@ -79,7 +75,6 @@ class Runner:
                 environment = {
                     "FP8_DS_CONFORMANCE_SELECT": str(selected),
                     "FP8_DS_CONFORMANCE_PERSISTENCE": persistence,
-                    "FP8_DS_CONFORMANCE_ROUNDING": rounding,
                     "FP8_DS_FORCE": "1" if force else "0",
                 }
                 events, hang = self._pytest(Path(scratch), [file], environment, name)
@@ -154,47 +149,32 @@ def run_stock(runner: Runner, file: str, tests: list[str], store: OutcomeStore) 
     store.add(outcomes, file, fingerprint)
 
 
-def run_ours(
-    runner: Runner, file: str, tests: list[str], stock: OutcomeStore, store: OutcomeStore, rounding: str
-) -> None:
+def run_ours(runner: Runner, file: str, tests: list[str], arms: Arms) -> None:
     """Runs every one of `tests` with FP8 forced on, each with the persistence threshold that its stock run had."""
     outcomes: dict[str, Outcome] = {}
     for persistence in ("none", "default"):
-        chosen = [test for test in tests if stock.tests[test].persistence == persistence]
+        chosen = [test for test in tests if arms.stock.tests[test].persistence == persistence]
         if chosen:
-            outcomes.update(runner.run(file, chosen, force=True, persistence=persistence, rounding=rounding))
-    store.add(outcomes, file, file_hash(runner.tests / file))
+            outcomes.update(runner.run(file, chosen, force=True, persistence=persistence))
+    arms.ours.add(outcomes, file, file_hash(runner.tests / file))
 
 
 def run_all(runner: Runner, arms: Arms, chosen: dict[str, list[str]], arguments: argparse.Namespace) -> None:
     """`arms` hold the outcomes of `chosen` (file -> node ids), each arm's as far as `arguments` ask for it."""
     if arguments.differing:
         wanted = set(differing(arms.stock, arms.ours))
-        chosen = {file: [test for test in tests if test in wanted] for file, tests in chosen.items()}
-        chosen = {file: tests for file, tests in chosen.items() if tests}
+        chosen = {file: kept for file, tests in chosen.items() if (kept := [test for test in tests if test in wanted])}
 
     def run_file(item: tuple[str, list[str]]) -> None:
         file, tests = item
         start = time.time()
         run_stock(runner, file, tests, arms.stock)
         if not arguments.stock_only:
-            run_ours(runner, file, tests, arms.stock, arms.ours, "bf16")
+            run_ours(runner, file, tests, arms)
         print(f"{file}: {len(tests)} tests, {time.time() - start:.0f} s", flush=True)
-
-    def run_file_at_rounding(item: tuple[str, list[str]]) -> None:
-        file, tests = item
-        start = time.time()
-        needed = [test for test in tests if needs_rounding_run(test, arms)]
-        arms.rounded.remove(tests)
-        if needed:
-            run_ours(runner, file, needed, arms.stock, arms.rounded, "fp8")
-            print(f"{file}: {len(needed)} tests at FP8's rounding, {time.time() - start:.0f} s", flush=True)
 
     with ThreadPoolExecutor(arguments.jobs) as pool:
         list(pool.map(run_file, chosen.items()))
-        # After all of our arm, because both write the same file.
-        if not arguments.stock_only:
-            list(pool.map(run_file_at_rounding, chosen.items()))
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -241,7 +221,6 @@ def main(argv: list[str] | None = None) -> int:
     arms = Arms(
         stock=OutcomeStore(arguments.baseline_cache, installed_versions()),
         ours=OutcomeStore(arguments.ours, installed_versions()),
-        rounded=OutcomeStore(arguments.ours, f"{installed_versions()} comparisons at FP8's rounding"),
     )
     arms.stock.upstream = arguments.upstream or arms.stock.upstream
     if not arguments.no_run:
@@ -252,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     differences = unexplained(arms, reasons)
     for test in differences:
-        outcome = arms.rounded.tests.get(test, arms.ours.tests[test])
+        outcome = arms.ours.tests[test]
         print(f"unexplained: {test}: {outcome.outcome}: {outcome.message}")
     num_engines = sum(outcome.num_fp8_engines for outcome in arms.ours.tests.values())
     print(f"{num_engines} engines were FP8; {len(differences)} differences without a reason")

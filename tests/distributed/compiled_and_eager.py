@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
 import test_checkpoint
 import torch
 import training
@@ -72,8 +71,6 @@ AXES = Cell(  # type: ignore[arg-type]
 )
 FIRST = Cell("delayed", "fp32", "2", "llama", "compile", "plain")
 """Inductor once took two amaxes, which one op writes, for overlapping memory in it when it was fused."""
-NUM_SHORT = 10
-"""Of the cells, the first ones, which cover most pairs: the short selection."""
 
 
 # --- cells: each pair of values of two axes is in one of them ---
@@ -100,12 +97,6 @@ def covering_cells() -> list[Cell]:
         missing -= left[best]
         found.append(best)
     return found
-
-
-def params(cells: list[Cell], slow_from: int) -> list[Any]:
-    """For `pytest.mark.parametrize`: cells with their names, marked slow from the `slow_from`-th on."""
-    marks = [[pytest.mark.slow] if index >= slow_from else [] for index in range(len(cells))]
-    return [pytest.param(cell, marks=mark, id=str(cell)) for cell, mark in zip(cells, marks, strict=True)]
 
 
 # --- engines ---
@@ -277,18 +268,12 @@ def jump(losses: list[float]) -> float:
     return max(after / before for before, after in itertools.pairwise(losses))
 
 
-@contextmanager
-def folder_of_states() -> Iterator[str]:
-    """In memory where the system has such a folder."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
-        yield folder
-
-
 def compare(cell: Cell, only_fused: bool = False) -> tuple[list[float], dict[str, dict[str, Worst]]]:
     """Losses of eager, and how far engines of the cell are from eager ones, or a fused eager one from the other."""
     states: list[Any] = []
     result: dict[str, dict[str, Worst]] = {}
-    with graphs_made_anew(), folder_of_states() as folder:
+    in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with graphs_made_anew(), tempfile.TemporaryDirectory(dir=in_memory) as folder:
         eager = observe(cell, only_fused, False, folder, states)
         fused = eager
         if not only_fused:

@@ -39,7 +39,7 @@ class OneOfMany(dist.ProcessGroup):
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
-        self.own, self.others = rank, size - 1
+        self.own, self.size_ = rank, size
 
     def _get_backend(self, device: torch.device) -> OneOfMany:
         return self
@@ -47,17 +47,15 @@ class OneOfMany(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return "one_of_many"
 
-    def _add_others(self, tensor: Tensor, options: Any) -> None:
+    def _sum(self, tensor: Tensor, options: Any) -> None:
         if getattr(options.reduceOp, "op", options.reduceOp) == dist.ReduceOp.SUM:
-            tensor.mul_(1 + self.others)
+            tensor.mul_(self.size_)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         calls["all_reduce"] += 1
         for tensor in tensors:
-            self._add_others(tensor, opts)
+            self._sum(tensor, opts)
         return _done(tensors)
-
-    allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
         calls["broadcast"] += 1
@@ -72,38 +70,30 @@ class OneOfMany(dist.ProcessGroup):
 
     def _allgather_base(self, output: Tensor, one: Tensor, opts: Any = None) -> Any:
         calls["all_gather"] += 1
-        output.view(1 + self.others, -1).copy_(one.clone().view(1, -1))
+        output.view(self.size_, -1).copy_(one.clone().view(1, -1))
         return _done([output])
-
-    all_gather_single = _allgather_base
-
-    def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        for output, one in zip(outputs, inputs, strict=True):
-            self._allgather_base(output, one)
-        return _done(outputs)
 
     def _reduce_scatter_base(self, output: Tensor, whole: Tensor, opts: Any = None) -> Any:
         calls["reduce_scatter"] += 1
-        output.copy_(whole.view(1 + self.others, -1)[self.own].clone().view_as(output))
-        self._add_others(output, opts)
+        output.copy_(whole.view(self.size_, -1)[self.own].clone().view_as(output))
+        self._sum(output, opts)
         return _done([output])
-
-    reduce_scatter_single = _reduce_scatter_base
-
-    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], wholes: list[Tensor], opts: Any = None) -> Any:
-        for output, whole in zip(outputs, wholes, strict=True):
-            self._reduce_scatter_base(output, whole, opts)
-        return _done(outputs)
 
     def alltoall_base(self, output: Tensor, sent: Tensor, received: Any, splits: Any, opts: Any = None) -> Any:
         calls["all_to_all"] += 1
-        output.zero_()
-        return _done([output])
+        return _done([output.zero_()])
 
-    all_to_all_single = alltoall_base
+    def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        return [self._allgather_base(*pair) for pair in zip(outputs, inputs, strict=True)][-1]
+
+    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], wholes: list[Tensor], opts: Any = None) -> Any:
+        return [self._reduce_scatter_base(*pair, opts) for pair in zip(outputs, wholes, strict=True)][-1]
 
     def barrier(self, opts: Any = None) -> Any:
         return _done([])
+
+    allreduce_coalesced, all_gather_single = allreduce, _allgather_base
+    reduce_scatter_single, all_to_all_single = _reduce_scatter_base, alltoall_base
 
 
 class Operators(TorchDispatchMode):

@@ -55,53 +55,62 @@ def reset() -> None:
 # --- layers ---
 
 
-def make_layer(kind: str) -> Any:
+OPTIONS: dict[str, dict[str, Any]] = {
+    "LinearLayer": {},
+    "LinearAllreduce": {},
+    "LinearAllreduceWithReplicatedInput": {},
+    "VocabParallelLinear": {},
+    "SubParamLinearLayer": {"shape": ((48, 24, 24), -1), "partition_dim": 0},
+    "SubParamLinearAllreduce": {"shape": (-1, (32, 32)), "partition_dim": 1},
+    "GateUpPack_LinearLayer": {},
+    "fused_LinearLayer": {"fused_module": type("BloomBlock", (nn.Module,), {})()},
+}
+"""Of DeepSpeed's classes of layers."""
+
+
+def make_layer(kind: str, out: int = OUT, **options: Any) -> Any:
     """A layer of DeepSpeed's over all ranks, bf16, with a bias."""
     layers = ds_layers()
     layers.set_autotp_mode(training=True)
-    out = 95 if kind == "uneven" else OUT
     whole = nn.Linear(IN, out)
     with torch.no_grad():
         whole.weight.copy_(many_scales("per_tile", out, IN, 0) * IN**-0.5)
         whole.bias.copy_(many_scales("per_row", 1, out, 1)[0])
-    whole = whole.bfloat16()
-    group = dist.group.WORLD
-    if kind in ("gather", "uneven"):
-        return layers.LinearLayer(whole, group, name="x", gather_output=True)
-    if kind == "SubParamLinearLayer":
-        return layers.SubParamLinearLayer(whole, group, shape=((48, 24, 24), -1), partition_dim=0, name="x")
-    if kind == "SubParamLinearAllreduce":
-        return layers.SubParamLinearAllreduce(whole, group, shape=(-1, (32, 32)), partition_dim=1, name="x")
-    if kind == "fused_LinearLayer":
-        block = type("BloomBlock", (nn.Module,), {})()
-        layer_of = getattr(layers, kind)
-        options = {} if lacks("AutoTPMeta") else {"tp_meta": layers.AutoTPMeta(num_kv_heads=8)}
-        return layer_of(whole, group, fused_module=block, name="x", **options)
-    return getattr(layers, kind)(whole, group, name="x")
+    if kind == "fused_LinearLayer" and not lacks("AutoTPMeta"):
+        options["tp_meta"] = layers.AutoTPMeta(num_kv_heads=8)
+    return getattr(layers, kind)(whole.bfloat16(), dist.group.WORLD, name="x", **OPTIONS[kind], **options)
 
 
-def run_layer(kind: str) -> dict[str, Any]:
-    """SQNR of FP8 to stock, and what both said to the other ranks."""
-    stock = make_layer(kind)
+def in_fp8(model: nn.Module) -> Any:
+    """Convert the layers; the plan."""
     from fp8_ds.tp.autotp import autotp_linears, set_gathers
 
-    model = nn.Sequential(make_layer(kind))
-    weight, names = model[0].weight, list(model.state_dict())
-    config = LinearConfig()
     kinds = autotp_linears(model)
-    plan = make_plan(model, config, foreign=kinds)
-    apply_plan(model, plan, config, "cpu", kinds)
+    plan = make_plan(model, LinearConfig(), foreign=kinds)
+    apply_plan(model, plan, LinearConfig(), "cpu", kinds)
     set_gathers(model, TensorParallelConfig())
-    layer = model[0]
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("kind", "gathered"), [*((kind, 0) for kind in OPTIONS), ("LinearLayer", 96), ("LinearLayer", 95)]
+)
+@on_ranks(2)
+def test_a_layer_says_to_the_others_what_stock_says_and_computes_it_in_fp8(kind: str, gathered: int) -> None:
+    """But for a gathered output of so many features: one byte an element and a scale a token."""
+    if lacks("GatherFromTensorParallelRegion" if gathered else kind):
+        pytest.skip("this DeepSpeed has no such layer, or gathers no outputs")
+    options = {"gather_output": True, "out": gathered} if gathered else {}
+    stock, model = make_layer(kind, **options), nn.Sequential(make_layer(kind, **options))
+    (layer,), weight, names = model, model[0].weight, list(model.state_dict())
+    plan = in_fp8(model)
     assert layer.weight is weight and list(model.state_dict()) == names
-    assert isinstance(layer, Fp8Linear) and isinstance(layer, type(stock))
+    assert isinstance(layer, Fp8Linear) and type(layer).__name__ == f"Fp8{kind}" and isinstance(layer, type(stock))
     width = stock.weight.shape[1] if "Allreduce" in kind and "Replicated" not in kind else IN
     generator = torch.Generator().manual_seed(5 + (dist.get_rank() if width < IN else 0))
     x = torch.randn(*TOKENS, width, generator=generator).bfloat16()
-    found: dict[str, Any] = {"class": type(layer).__name__}
-    results = []
+    results, talk = [], []
     for one in (stock, layer):
-        one.zero_grad()
         inputs = x.clone().requires_grad_()
         with count_collectives() as forward:
             output = one(inputs)
@@ -109,62 +118,27 @@ def run_layer(kind: str) -> dict[str, Any]:
         with count_collectives() as backward:
             output.backward(grad)
         results.append([output, inputs.grad, one.weight.grad, one.bias.grad])
-        found[f"talk{len(results)}"] = [(count.calls, count.num_bytes) for count in (forward, backward)]
-    found["sqnr"] = [sqnr_db(one, other) for one, other in zip(*results, strict=True)]
+        talk.append([(count.calls, count.num_bytes) for count in (forward, backward)])
+    output, grad_input, grad_weight, grad_bias = (sqnr_db(one, other) for one, other in zip(*results, strict=True))
+    assert output > 24 and grad_input > 20 and grad_weight > 20 and grad_bias > 40
+    if gathered:
+        tokens, width = TOKENS[0] * TOKENS[1], 48
+        assert talk[0] == [({"all_gather": 1}, {"all_gather": 2 * tokens * width * 2}), talk[0][1]]
+        assert talk[1] == [({"all_gather": 1}, {"all_gather": 2 * tokens * (width + 4)}), talk[0][1]]
+    else:
+        assert talk[0] == talk[1] and sum(talk[0][0][0].values()) <= 1
     revert(model, plan, ["0"], "x")
     assert type(layer) is type(stock) and torch.equal(layer(x), stock(x))
     reset()
-    return found
-
-
-CLASSES = [
-    "LinearLayer",
-    "LinearAllreduce",
-    "LinearAllreduceWithReplicatedInput",
-    "VocabParallelLinear",
-    "SubParamLinearLayer",
-    "SubParamLinearAllreduce",
-    "GateUpPack_LinearLayer",
-    "fused_LinearLayer",
-]
-
-
-@pytest.mark.parametrize("kind", CLASSES)
-def test_a_layer_says_to_the_others_what_stock_says_and_computes_it_in_fp8(ranks: Any, kind: str) -> None:
-    if lacks(kind):
-        pytest.skip(f"this DeepSpeed has no {kind}")
-    for found in ranks(2).run(run_layer, kind):
-        assert found["class"] == f"Fp8{kind}"
-        assert found["talk1"] == found["talk2"] and sum(found["talk1"][0][0].values()) <= 1
-        output, grad_input, grad_weight, grad_bias = found["sqnr"]
-        assert output > 24 and grad_input > 20 and grad_weight > 20 and grad_bias > 40, found["sqnr"]
-
-
-@pytest.mark.parametrize("kind", ["gather", "uneven"])
-def test_a_gathered_output_moves_one_byte_an_element_and_a_scale_a_token(ranks: Any, kind: str) -> None:
-    if lacks("GatherFromTensorParallelRegion"):
-        pytest.skip("this DeepSpeed gathers no outputs")
-    tokens, width = TOKENS[0] * TOKENS[1], 48
-    for found in ranks(2).run(run_layer, kind):
-        (forward, backward), (forward_fp8, backward_fp8) = found["talk1"], found["talk2"]
-        assert forward[0] == forward_fp8[0] == {"all_gather": 1} and backward == backward_fp8
-        assert forward[1]["all_gather"] == 2 * tokens * width * 2
-        assert forward_fp8[1]["all_gather"] == 2 * tokens * (width + 4)
-        assert min(found["sqnr"]) > 20, found["sqnr"]
 
 
 @on_ranks(2)
 def test_a_layer_with_a_forward_of_its_own_stays_bf16_and_one_muted_by_deepcompile_is_refused() -> None:
-    from fp8_ds.tp.autotp import autotp_linears
-
-    layers = ds_layers()
-    head = type("OwnForward", (layers.LinearLayer,), {"forward": lambda self, x: x})
+    head = type("OwnForward", (ds_layers().LinearLayer,), {"forward": lambda self, x: x})
     plain = make_layer("LinearLayer")
     plain.__class__ = head
     model = nn.Sequential(plain, make_layer("LinearAllreduce"))
-    kinds = autotp_linears(model)
-    plan = make_plan(model, LinearConfig(), foreign=kinds)
-    apply_plan(model, plan, LinearConfig(), "cpu", kinds)
+    plan = in_fp8(model)
     model[1].defer_collectives_to_compiler = True
     with pytest.raises(UnsupportedError, match=r"compile\.passes"):
         model[1](torch.zeros(1, 1, 32))

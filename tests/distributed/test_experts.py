@@ -10,6 +10,7 @@ import pytest
 import torch
 import training
 from support.collectives import count_collectives
+from support.models import Llama
 from support.ranks import on_ranks
 from torch import Tensor, nn
 
@@ -18,7 +19,7 @@ pytest.importorskip("transformers.integrations.moe")
 
 DELAYED = {"linear": {"recipe": "delayed"}}
 RELEASED = {"optimizer": {"states": "fp8", "master": "e4m11", "release": True, "release_clipping": "delayed_norm"}}
-SIZES = {"vocab_size": training.VOCABULARY, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {"hidden_size": 48, "num_experts_per_tok": 2}
 NUM_EXPERTS, INTER = 5, 40
 NUM_EXPERT_WEIGHTS = 2 * NUM_EXPERTS * 3 * 48 * INTER
 
@@ -26,19 +27,12 @@ NUM_EXPERT_WEIGHTS = 2 * NUM_EXPERTS * 3 * 48 * INTER
 class MoeLM(nn.Module):
     """A language model of transformers, that returns its loss."""
 
-    def __init__(self, family: str, checkpointing: bool) -> None:
+    def __init__(self, family: str = "Mixtral") -> None:
         super().__init__()
-        from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-        sizes: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "num_experts_per_tok": 2}
-        if family == "mixtral":
-            config = MixtralConfig(**sizes, intermediate_size=INTER, num_local_experts=NUM_EXPERTS)
-            self.lm: Any = MixtralForCausalLM(config)
-        else:
-            sizes |= {"moe_intermediate_size": INTER, "num_experts": NUM_EXPERTS, "head_dim": 12}
-            self.lm = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, intermediate_size=64))
-        if checkpointing:
-            self.lm.gradient_checkpointing_enable({"use_reentrant": False})
+        sizes: dict[str, Any] = {"num_local_experts": NUM_EXPERTS, "intermediate_size": INTER}
+        if family == "Qwen3Moe":
+            sizes = {"num_experts": NUM_EXPERTS, "moe_intermediate_size": INTER, "head_dim": 12}
+        self.lm = Llama(family, **SIZES, **sizes).model
 
     def forward(self, tokens: Tensor) -> Tensor:
         loss: Tensor = self.lm(input_ids=tokens, labels=tokens, use_cache=False).loss
@@ -48,7 +42,7 @@ class MoeLM(nn.Module):
 def build(
     stage: int,
     fp8: dict[str, Any] | None,
-    family: str = "mixtral",
+    family: str = "Mixtral",
     seed: int = 0,
     checkpointing: bool = False,
     **overrides: Any,
@@ -58,13 +52,15 @@ def build(
     import fp8_ds  # noqa: F401
 
     torch.manual_seed(seed)
-    net = MoeLM(family, checkpointing)
+    net = MoeLM(family)
+    if checkpointing:
+        net.lm.gradient_checkpointing_enable({"use_reentrant": False})
     config = training.ds_config(stage, fp8, **overrides)
     return deepspeed.initialize(model=net, config=config, model_parameters=list(net.parameters()))[0]
 
 
 def trained(
-    stage: int, fp8: dict[str, Any] | None, family: str = "mixtral", folder: str = "", steps: int = 4, **more: Any
+    stage: int, fp8: dict[str, Any] | None, family: str = "Mixtral", folder: str = "", steps: int = 4, **more: Any
 ) -> dict[str, Any]:
     """What a run leaves; with a folder, of one that is saved after two steps and resumed."""
     engine = build(stage, fp8, family, **more)
@@ -98,8 +94,8 @@ def check_weights(found: dict[str, Any], rest: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("stage", "fp8", "family"),
     [
-        (2, DELAYED, "mixtral"),
-        (3, {}, "qwen3_moe"),
+        (2, DELAYED, "Mixtral"),
+        (3, {}, "Qwen3Moe"),
     ],
 )
 def test_two_ranks_train_as_one(ranks: Any, stage: int, fp8: dict[str, Any], family: str) -> None:
@@ -113,11 +109,14 @@ def test_two_ranks_train_as_one(ranks: Any, stage: int, fp8: dict[str, Any], fam
     assert two[0]["losses"] == pytest.approx(one["losses"], abs=0.01)
 
 
-def test_stages_are_the_same_training_to_the_bit(ranks: Any) -> None:
-    first, *others = [ranks(2).run(trained, stage, {}, "mixtral", steps=2) for stage in (1, 2, 3)]
+def test_stages_and_activation_checkpointing_are_the_same_training_to_the_bit(ranks: Any) -> None:
+    first, *others = [
+        ranks(2).run(trained, stage, {}, steps=2, checkpointing=on)[0]
+        for stage, on in ((1, False), (2, False), (3, False), (3, True))
+    ]
     for other in others:
-        assert other[0]["losses"] == first[0]["losses"]
-        training.assert_fp8_equals(other[0]["last"], first[0]["last"])
+        assert other["losses"] == first["losses"]
+        training.assert_fp8_equals(other["last"], first["last"])
 
 
 def sharded_start() -> dict[str, Any]:
@@ -129,9 +128,9 @@ def sharded_start() -> dict[str, Any]:
 
     config = training.ds_config(3, {}, zero_optimization={"leaf_module": {"classes": ["MixtralSparseMoeBlock"]}})
     with deepspeed.zero.Init(config_dict_or_path=config):
-        net = MoeLM("mixtral", False)
+        net = MoeLM()
     torch.manual_seed(0)
-    whole = MoeLM("mixtral", False).bfloat16()
+    whole = MoeLM().bfloat16()
     for p, full in zip(net.parameters(), whole.parameters(), strict=True):
         with deepspeed.zero.GatheredParameters([p], modifier_rank=0), torch.no_grad():
             p.copy_(full)
@@ -189,12 +188,6 @@ def test_in_bf16_it_is_stock_but_for_the_order_of_sums_and_comes_back(ranks: Any
     assert back["losses"] == pytest.approx(stock, abs=0.02)
     one = {"schedule": {"layers": {"layers.0.mlp.experts.down_proj": "bf16"}}}
     assert ranks(2).run(trained, stage, one)[0]["report"]["num_layers_in_bf16"] == 1
-
-
-def test_with_activation_checkpointing_it_is_the_same(ranks: Any) -> None:
-    plain, recomputed = (ranks(2).run(trained, 3, {}, checkpointing=on)[0] for on in (False, True))
-    assert recomputed["losses"] == plain["losses"]
-    training.assert_fp8_equals(recomputed["last"], plain["last"])
 
 
 @on_ranks(2)

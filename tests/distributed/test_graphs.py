@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,16 +18,6 @@ pytestmark = pytest.mark.distributed
 
 STATES = {"optimizer": {"states": "fp8", "master": "e4m11"}}
 NUM = 3
-
-
-@contextlib.contextmanager
-def graphs_that_are(replayed: bool) -> Iterator[None]:
-    stock = deepspeed_fixes.are_replayed
-    deepspeed_fixes.are_replayed = lambda: replayed
-    try:
-        yield
-    finally:
-        deepspeed_fixes.are_replayed = stock
 
 
 def masters_with_replays(
@@ -56,7 +46,7 @@ def masters_with_replays(
             left.append(p.grad.detach())
 
     hooks = [p.register_post_accumulate_grad_hook(see) for p in net.parameters()]
-    with graphs_that_are(is_told):
+    with patch.object(deepspeed_fixes, "are_replayed", lambda: is_told):
         for step in range(2):
             with engine.coalesce_grad_reduction() if mode == "coalesce" else contextlib.nullcontext():
                 for number, batch in enumerate(training.micro_batches(step, NUM)):

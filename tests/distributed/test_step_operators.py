@@ -1,5 +1,4 @@
-"""What a step makes the host launch: with fp32 states, never more than in stock, and the FP8 part once for all weights;
-and what a micro-batch casts: no weight.
+"""What a step makes the host launch: with fp32 states, never more than in stock, and the FP8 part once for all weights.
 
 Between the last wait of a step and the first GEMM of the next the device does only what the host hands it: at 124 M
 parameters on an H200 a loop over 48 weights there cost a fifth of the throughput.
@@ -87,31 +86,6 @@ def test_the_norms_of_all_gradients_are_launched_before_the_host_waits(ranks: An
     first = names.index(READ)
     norm = "aten::linalg_vector_norm"
     assert norm in names[:first] and names[first:].count(norm) <= 1  # of the groups' norms
-
-
-def casts_of_micro_batches(stage: int, recipe: str, num_micro_batches: int) -> list[Counter[str]]:
-    """Casts and transposes of FP8 in forward and backward of each micro-batch of the third step."""
-    config = training.ds_config(stage, {"linear": {"recipe": recipe}}, gradient_accumulation_steps=num_micro_batches)
-    engine = training.build(config, {"num_blocks": FEW})
-    training.train(engine, 2)
-    found = []
-    world_size = torch.distributed.get_world_size()
-    for batch in training.micro_batches(2, num_micro_batches * world_size)[:num_micro_batches]:
-        with _Names() as mode:
-            engine.backward(engine(batch))
-        engine.step()
-        kinds = (name.removeprefix("fp8_ds::").split("_")[0] for name in mode.names if name.startswith("fp8_ds::"))
-        found.append(Counter(kind for kind in kinds if kind in ("quantize", "transpose")))
-    training.destroy(engine)
-    return found
-
-
-@pytest.mark.parametrize(("stage", "recipe"), [(2, "blockwise"), (3, "tensorwise")])
-def test_a_micro_batch_casts_inputs_and_their_gradients_and_no_weight(ranks: Any, stage: int, recipe: str) -> None:
-    """A weight is transposed, in FP8, for the gradient of its layer's input, each time anew."""
-    linears = WEIGHTS * FEW
-    for found in ranks(2).run(casts_of_micro_batches, stage, recipe, 3):
-        assert found == [{"quantize": 2 * linears, "transpose": linears}] * 3
 
 
 def three_groups(net: torch.nn.Module) -> list[dict[str, Any]]:

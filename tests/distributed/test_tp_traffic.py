@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import tensor_parallel as tpar
-import test_tp_llama as base
 import torch
 import training
 from support.collectives import count_collectives
@@ -150,23 +149,3 @@ def test_a_model_is_one_graph_with_the_bits_and_the_collectives_of_eager(nonline
     # Two blocks, and the borders: tokens are gathered behind the last layer, gradients before the first.
     each_way = {"all_gather_into_tensor_coalesced": 2 + 1, "reduce_scatter_tensor": 2}
     assert counts == {"forward": each_way, "backward": each_way}
-
-
-def in_an_engine(backend: str | None) -> Any:
-    engine = base.tp_engine(training.ds_config(2, {}), 2, num_layers=1)
-    in_products(engine.module)
-    if backend is not None:
-        torch._dynamo.reset()
-        engine.compile(backend=backend)
-    losses, norms = base.train(engine, 2, 4)
-    state = training.fp8_state(engine)
-    base.destroy(engine)
-    return losses, norms, state
-
-
-@pytest.mark.slow
-def test_a_compiled_engine_trains_to_the_bits_of_eager(ranks: Any) -> None:
-    eager, compiled = (ranks(2).run(in_an_engine, backend) for backend in (None, "aot_eager"))
-    for (losses, norms, state), expected in zip(compiled, eager, strict=True):
-        assert losses == expected[0] and norms == expected[1]
-        training.assert_fp8_equals(state, expected[2])

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import training
+from deepspeed.sequence.layer import DistributedAttention
 from support.collectives import count_collectives
 from support.ranks import on_ranks
 from torch import Tensor, nn
@@ -65,31 +66,30 @@ def run(forward: Any, xs: list[Tensor]) -> tuple[list[Tensor], list[Any]]:
     return [output.detach(), *(x.grad for x in xs)], [(count.calls, count.num_bytes) for count in (there, back)]
 
 
+@pytest.mark.parametrize(("gather_dim", "fmt"), [(0, None), (1, E5M2)], ids=str)
 @on_ranks(4)
-def test_every_head_arrives_with_all_tokens_and_gradients_find_their_way_back() -> None:
+def test_every_head_arrives_with_all_tokens_and_gradients_find_their_way_back(gather_dim: int, fmt: Any) -> None:
     """Against the definition: all-gather, and take the own heads."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    for gather_dim in (0, 1):
-        xs = inputs(gather_dim)
-        for fmt in (None, E5M2):
-            arrived = exchange_heads(xs, dist.group.WORLD, gather_dim, fmt)
-            for x, here in zip(xs, arrived, strict=True):
-                parts = [torch.empty_like(x) for _ in range(world)]
-                dist.all_gather(parts, x.detach())
-                expected = torch.cat(parts, gather_dim).chunk(world, dim=2)[rank]
-                assert here.shape == expected.shape
-                assert sqnr_db(expected, here) > 30  # E4M3, a power of two for each head of a token
-            grads = [torch.randn(one.shape, generator=torch.Generator().manual_seed(rank)) for one in arrived]
-            found_grads = torch.autograd.grad(arrived, xs, [grad.bfloat16() for grad in grads])
-            for x, own, grad in zip(xs, found_grads, grads, strict=True):
-                full = [torch.empty_like(grad) for _ in range(world)]
-                dist.all_gather(full, grad.contiguous())
-                expected = torch.cat(full, 2).bfloat16().chunk(world, dim=gather_dim)[rank]
-                assert own.shape == x.shape
-                if fmt is None:
-                    assert_bitwise(own, expected.contiguous())
-                else:
-                    assert sqnr_db(expected, own) > 24
+
+    def of_all(x: Tensor, dim: int) -> Tensor:
+        parts = [torch.empty_like(x) for _ in range(4)]
+        dist.all_gather(parts, x.contiguous())
+        return torch.cat(parts, dim)
+
+    rank, xs = dist.get_rank(), inputs(gather_dim)
+    arrived = exchange_heads(xs, dist.group.WORLD, gather_dim, fmt)
+    for x, here in zip(xs, arrived, strict=True):
+        expected = of_all(x.detach(), gather_dim).chunk(4, dim=2)[rank]
+        assert here.shape == expected.shape
+        assert sqnr_db(expected, here) > 30  # E4M3, a power of two for each head of a token
+    grads = [torch.randn(one.shape, generator=torch.Generator().manual_seed(rank)).bfloat16() for one in arrived]
+    for x, own, grad in zip(xs, torch.autograd.grad(arrived, xs, grads), grads, strict=True):
+        expected = of_all(grad, 2).chunk(4, dim=gather_dim)[rank].contiguous()
+        assert own.shape == x.shape
+        if fmt is None:
+            assert_bitwise(own, expected)
+        else:
+            assert sqnr_db(expected, own) > 24
 
 
 def one_range(xs: list[Tensor]) -> list[Tensor]:
@@ -99,8 +99,6 @@ def one_range(xs: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize(("gather_dim", "grads"), [(1, "bf16"), (0, "e5m2")])
 @on_ranks(2)
 def test_attention_differs_from_stock_by_one_rounding_and_sends_half_the_bytes(gather_dim: int, grads: Any) -> None:
-    from deepspeed.sequence.layer import DistributedAttention
-
     stock, fp8 = (
         DistributedAttention(Attention(gather_dim), dist.group.WORLD, scatter_idx=2, gather_idx=gather_dim)
         for _ in range(2)
@@ -167,8 +165,6 @@ def test_transformers_attention_differs_from_stock_by_one_rounding(kv_heads: int
 @pytest.mark.timeout(300)
 @on_ranks(2)
 def test_what_cannot_be_exchanged_is_an_error_on_every_rank() -> None:
-    from deepspeed.sequence.layer import DistributedAttention
-
     group = dist.group.WORLD
     done = exchange_in_fp8(DistributedAttention(Attention(0), group))
     uneven = [x[:, :, :3] for x in inputs(0)]

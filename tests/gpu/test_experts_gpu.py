@@ -101,11 +101,11 @@ E4M11 = {"optimizer": {"states": "fp8", "master": "e4m11"}}
 @pytest.mark.parametrize(
     ("stage", "fp8", "family"),
     [
-        (1, {}, "mixtral"),
-        (2, small.DELAYED, "mixtral"),
-        (2, E4M11, "qwen3_moe"),
-        (3, {}, "mixtral"),
-        (3, E4M11, "mixtral"),
+        (1, {}, "Mixtral"),
+        (2, small.DELAYED, "Mixtral"),
+        (2, E4M11, "Qwen3Moe"),
+        (3, {}, "Mixtral"),
+        (3, E4M11, "Mixtral"),
     ],
 )
 def test_an_engine_trains_with_them(gpu_ranks: Any, stage: int, fp8: dict[str, Any], family: str) -> None:

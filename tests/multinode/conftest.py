@@ -33,7 +33,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 
 class Trainer:
-    """train(cases, ...): each case's results by rank. The same call is run once a session. `script`: of this folder."""
+    """train(cases, ...): each case's results by rank. The same call is run once a session."""
 
     def __init__(self, hosts: Hosts) -> None:
         self.hosts = hosts
@@ -45,20 +45,19 @@ class Trainer:
         cases: list[dict[str, Any]],
         launcher: str = "no_ssh",
         anew: bool = False,
-        script: str = "train_cases.py",
         **options: Any,
     ) -> Results:
         options = {"ranks_per_host": 1, "num_hosts": 2, **options}
-        key = json.dumps([cases, launcher, script, options], default=str)
+        key = json.dumps([cases, launcher, options], default=str)
         if anew or key not in self._known:
-            self._known[key] = self._train(cases, launcher, script, **options)
+            self._known[key] = self._train(cases, launcher, **options)
         return self._known[key]
 
-    def _train(self, cases: list[dict[str, Any]], launcher: str, script: str, **options: Any) -> Results:
+    def _train(self, cases: list[dict[str, Any]], launcher: str, **options: Any) -> Results:
         out = self.hosts.folder / f"out{len(list(self.hosts.folder.glob('out*')))}"
         out.mkdir()
         (out / "cases.json").write_text(json.dumps(cases))
-        path = Path(__file__).resolve().with_name(script)
+        path = Path(__file__).resolve().with_name("train_cases.py")
         self.finished = launch(self.hosts, launcher, path, "--cases", out / "cases.json", "--out", out, **options)
         world_size = options["ranks_per_host"] * options["num_hosts"]
         return {

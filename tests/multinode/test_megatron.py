@@ -25,15 +25,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2-stock": {"recipe": None},
     "tp2-stock": {**TENSOR_PARALLEL, "recipe": None},
 }
-CASES = [{"name": name, "layout": layout, "steps": STEPS} for name, layout in LAYOUTS.items()]
-GRID = [{"name": "tp2-dp2", "layout": TENSOR_PARALLEL, "steps": STEPS}]
-SCRIPT = "train_megatron.py"
+CASES = [{"name": name, "kind": "megatron", "layout": layout, "steps": STEPS} for name, layout in LAYOUTS.items()]
+GRID = [{"name": "tp2-dp2", "kind": "megatron", "layout": TENSOR_PARALLEL, "steps": STEPS}]
 
 
 def both(train: Train, cases: list[dict[str, Any]], ranks_per_host: int) -> tuple[Results, Results]:
     """On two hosts, and on one of as many ranks."""
-    two = train(cases, "torchrun", script=SCRIPT, ranks_per_host=ranks_per_host)
-    return two, train(cases, "torchrun", script=SCRIPT, num_hosts=1, ranks_per_host=2 * ranks_per_host)
+    two = train(cases, "torchrun", ranks_per_host=ranks_per_host)
+    return two, train(cases, "torchrun", num_hosts=1, ranks_per_host=2 * ranks_per_host)
 
 
 def assert_learns(of_ranks: list[dict[str, Any]]) -> None:

@@ -42,8 +42,8 @@ def trained(train: Callable[..., Any], name: str, fp8: tuple[str, ...] = FP8, **
     words = [*ARGUMENTS, "--on-cpu", *LAYOUTS[name], *fp8]
     if not fp8 and "--sequence-parallel" in words:  # which Megatron's norms do not take without a spec of ours
         words += ["--fp8-attention-backend", "reference"]
-    case = {"name": name, "words": words}
-    found = train([case], "torchrun", script="train_pretrain_gpt.py", env=ENVIRONMENT, timeout=500, **options)[name]
+    case = {"name": name, "kind": "pretrain_gpt", "words": words}
+    found = train([case], "torchrun", env=ENVIRONMENT, timeout=500, **options)[name]
     text = found[-1]["text"]
     losses = losses_in(text)
     assert len(losses) == STEPS, text[-3000:]

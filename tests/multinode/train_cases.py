@@ -2,35 +2,41 @@
 
     <launcher> train_cases.py --cases CASES.json --out DIR
 
-A case: {"name", "kind": "zero" | "pipeline" | "tensor_parallel", "stage", "fp8": block or null, "steps"}; for "zero"
-also "size", fields of ModelSize, and "body_only": embedding and head are frozen, so that all ranks own as many FP8
-weights; for "tensor_parallel" also "tp_size" (all ranks without it). One start of a launcher (5 to 20 s) serves all
-cases. DIR/<name>-rank<r>.json: `losses`, `report` (what engine.fp8_report() says), for "zero" also `cable` (bytes that
-this rank's host sent and received in the steps after NUM_WARM) and `seconds` of each of them.
+A case: {"name", "kind"} and by its kind, one for all cases of a file or several of DeepSpeed's:
+
+- "zero", "pipeline", "tensor_parallel": "stage", "fp8" (block or null), "steps"; for "zero" also "size", fields of
+  ModelSize, and "body_only": embedding and head are frozen, so that all ranks own as many FP8 weights; for
+  "tensor_parallel" also "tp_size" (all ranks without it).
+- "megatron": "layout", fields of megatron_training.Layout, and "steps". No DeepSpeed is in the process.
+- "pretrain_gpt": "words", arguments of pretrain_gpt.py in the clone that $MEGATRON_LM_PATH names. One case.
+
+One start of a launcher (5 to 20 s) serves all cases. DIR/<name>-rank<r>.json: `losses`, `report` (what
+engine.fp8_report() says) or `norms` and `text` of the module, and for "zero" `seconds` of each of the steps after
+NUM_WARM; of "pretrain_gpt" the `text` that it writes. `cable`: bytes that this rank's host sent and received, for
+"zero" in the steps after NUM_WARM.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/deepspeed"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests/distributed"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import deepspeed
 import torch
 import torch.distributed as dist
-import training
 from hosts import cable_bytes
-from model import ByteLlama, ModelSize
 from processes import leave
-
-import fp8_ds  # noqa: F401
 
 NUM_WARM = 2
 """ZeRO-3 traces its first step, and prefetches by the trace from the second on."""
@@ -40,6 +46,12 @@ STAGE_3 = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
 
 
 def engine_of(case: dict[str, Any]) -> Any:
+    import deepspeed
+    import training
+    from model import ByteLlama, ModelSize
+
+    import fp8_ds  # noqa: F401
+
     zero = STAGE_3 if case["stage"] == 3 else {}
     config = training.ds_config(case["stage"], case["fp8"], zero_optimization=zero, **case.get("config", {}))
     torch.manual_seed(0)
@@ -53,6 +65,8 @@ def engine_of(case: dict[str, Any]) -> Any:
 
 def zero_case(case: dict[str, Any]) -> dict[str, Any]:
     """Losses of all steps, and bytes and times of those after the warm-up."""
+    import training
+
     engine = engine_of(case)
     losses = training.train(engine, NUM_WARM)
     dist.barrier()
@@ -82,7 +96,52 @@ def tensor_parallel_case(case: dict[str, Any]) -> dict[str, Any]:
     return {"losses": found["losses"], "report": found["report"]}
 
 
-KINDS = {"zero": zero_case, "pipeline": pipeline_case, "tensor_parallel": tensor_parallel_case}
+def megatron_case(case: dict[str, Any]) -> dict[str, Any]:
+    import megatron_training
+
+    dist.barrier()
+    before = cable_bytes()
+    found = megatron_training.train(megatron_training.Layout(**case["layout"]), case["steps"])
+    dist.barrier()
+    assert "deepspeed" not in sys.modules
+    return {**found, "cable": cable_bytes() - before}
+
+
+def pretrain_case(case: dict[str, Any]) -> dict[str, Any]:
+    from megatron_patches.pretrain_gpt import main as pretrain
+
+    sys.argv = ["pretrain_gpt", *case["words"]]
+    before, said = cable_bytes(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            pretrain()
+    finally:
+        print(said.getvalue())
+    return {"text": said.getvalue(), "cable": cable_bytes() - before}
+
+
+KINDS = {
+    "zero": zero_case,
+    "pipeline": pipeline_case,
+    "tensor_parallel": tensor_parallel_case,
+    "megatron": megatron_case,
+    "pretrain_gpt": pretrain_case,
+}
+
+
+def start(kind: str) -> None:
+    """Make the process group, which pretrain_gpt.py makes by itself."""
+    if kind == "pretrain_gpt":
+        return
+    torch.set_num_threads(1)
+    if kind == "megatron":
+        dist.init_process_group("gloo")
+        return
+    import deepspeed
+
+    # Training never calls it, and g++ compiles it for a minute where no run did before.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(verbose=False)
 
 
 def main() -> None:
@@ -91,16 +150,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the deepspeed launcher")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    # Training never calls it, and g++ compiles it for a minute where no run did before.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(verbose=False)
-    for case in json.loads(args.cases.read_text()):
+    cases = json.loads(args.cases.read_text())
+    start(cases[0]["kind"])
+    for case in cases:
         result = KINDS[case["kind"]](case)
-        (args.out / f"{case['name']}-rank{dist.get_rank()}.json").write_text(json.dumps(result))
-    dist.barrier()
+        (args.out / f"{case['name']}-rank{os.environ['RANK']}.json").write_text(json.dumps(result))
+    if dist.is_initialized():
+        dist.barrier()
 
 
 if __name__ == "__main__":
     main()
-    leave()
+    if dist.is_initialized():
+        leave()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch._dynamo
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from support.models import Llama
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
@@ -27,22 +27,13 @@ OURS = "G['__import_fp8_ds_dot_nn_dot_recipe']"
 
 
 def test_options_are_the_users_own_with_the_filter_behind_theirs() -> None:
-    seen: list[int] = []
-
-    def first(entries: Any) -> list[bool]:
-        seen.append(len(entries))
-        return [entry.name != "drop" for entry in entries]
-
-    given = {"dynamic": False, "options": {"epilogue_fusion": True, "guard_filter_fn": first}}
-    made = compiling.without_fixed(given)
-    assert given["options"]["guard_filter_fn"] is first  # the user's dictionary is as it was
-    assert (made["dynamic"], made["options"]["epilogue_fusion"]) == (False, True)
+    given = {"dynamic": False, "options": {"guard_filter_fn": lambda entries: [one.name != "drop" for one in entries]}}
+    kept = compiling.without_fixed(given)
     entries = [SimpleNamespace(name=name, guard_type="TENSOR_MATCH") for name in ("drop", "x", OURS)]
-    assert made["options"]["guard_filter_fn"](entries) == [False, True, False] and seen == [3]
+    assert kept["options"]["guard_filter_fn"](entries) == [False, True, False]
+    assert not kept["dynamic"] and given["options"]["guard_filter_fn"] is not kept["options"]["guard_filter_fn"]
     with_mode = {"mode": "reduce-overhead"}
     assert compiling.without_fixed(with_mode) is with_mode
-    for plain in ("default", None):
-        assert compiling.without_fixed({"mode": plain, "dynamic": True}).keys() == {"dynamic", "options"}
 
 
 class Stock:
@@ -58,21 +49,17 @@ class Stock:
         self.given = (backend, compile_kwargs, schedule)
 
 
-@pytest.mark.parametrize(("args", "kwargs"), [((), {}), (("eager", {"dynamic": False}), {"schedule": 1})], ids=str)
-def test_an_engine_in_fp8_compiles_with_the_filter_and_more_graphs_and_another_does_not(args: Any, kwargs: Any) -> None:
+@pytest.mark.parametrize("is_in_fp8", [False, True])
+def test_an_engine_in_fp8_compiles_with_the_filter_and_more_graphs_and_another_does_not(is_in_fp8: bool) -> None:
     from fp8_ds.engine.engine import Fp8Engine
 
-    plain = Stock()
-    plain.compile(*args, **kwargs)
-    for is_in_fp8 in (False, True):
-        engine: Any = object.__new__(type("Engine", (Fp8Engine, Stock), {"fp8": object() if is_in_fp8 else None}))
-        with torch._dynamo.config.patch(recompile_limit=8):
-            engine.compile(*args, **kwargs)
-            assert torch._dynamo.config.recompile_limit == (compiling.RECOMPILE_LIMIT if is_in_fp8 else 8)
-        backend, compile_kwargs, schedule = engine.given
-        options = {"options": compile_kwargs["options"]} if is_in_fp8 else {}
-        assert (backend, compile_kwargs, schedule) == (plain.given[0], plain.given[1] | options, plain.given[2])
-        assert is_in_fp8 == isinstance(options.get("options", {}).get("guard_filter_fn"), compiling._Filter)
+    engine: Any = object.__new__(type("Engine", (Fp8Engine, Stock), {"fp8": object() if is_in_fp8 else None}))
+    with torch._dynamo.config.patch(recompile_limit=8):
+        engine.compile("eager", {"dynamic": False}, schedule=1)
+        assert torch._dynamo.config.recompile_limit == (compiling.RECOMPILE_LIMIT if is_in_fp8 else 8)
+    backend, given, schedule = engine.given
+    assert (backend, given.pop("dynamic"), schedule) == ("eager", False, 1)
+    assert ("guard_filter_fn" in given["options"]) if is_in_fp8 else given == {}
 
 
 class Two(nn.Module):
@@ -95,36 +82,30 @@ def converted(recipe: str, **more: Any) -> nn.Module:
 def test_a_graph_with_fewer_guards_has_its_bits_and_is_made_anew_for_another_recipe() -> None:
     torch._dynamo.reset()
     model, counts = converted("tensorwise"), []
-    options = compiling.without_fixed({})["options"]
-    filtered = options["guard_filter_fn"]
+    filtered = compiling.without_fixed({})["options"]["guard_filter_fn"]
 
     def counted(entries: Any) -> list[bool]:
         kept = filtered(entries)
-        kinds = Counter(entry.guard_type for entry, one in zip(entries, kept, strict=True) if not one)
-        counts.append((len(kept), sum(kept), kinds))
+        counts.append(sum(kept) / len(kept))
         return kept
 
     compiled = torch.compile(model, backend="aot_eager", options={"guard_filter_fn": counted})
     x = torch.randn(16, 32)
-    assert_bitwise(compiled(x), model(x))
-    ((before, after, kinds),) = counts
-    assert after < 0.7 * before and kinds["DUPLICATE_INPUT"] > 2 and kinds["NOT_PRESENT_IN_GENERIC_DICT"] > 20
-    assert_bitwise(compiled(x), model(x))
-    assert len(counts) == 1  # no graph more
-    for name, other in converted("rowwise").named_children():
-        getattr(model, name).fp8_recipe = other.fp8_recipe
-    assert_bitwise(compiled(x), model(x))
-    assert len(counts) == 2
+    for num_graphs in (1, 1, 2):
+        if num_graphs == 2:
+            for name, other in converted("rowwise").named_children():
+                getattr(model, name).fp8_recipe = other.fp8_recipe
+        assert_bitwise(compiled(x), model(x))
+        assert len(counts) == num_graphs and counts[0] < 0.7
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
-def test_a_graph_with_gradients_in_one_format_does_not_serve_a_model_with_another(recipe: str) -> None:
+def test_a_graph_with_gradients_in_one_format_does_not_serve_a_model_with_another() -> None:
     """torch has no guard on what is a model's and a constant of a module as well."""
     torch._dynamo.reset()
     x, found = torch.randn(16, 32), {}
     for grad_dtype in ("e4m3", "e5m2", "e4m3"):
-        expected = gradients(converted(recipe, grad_dtype=grad_dtype), x, compiles=False)
-        found[grad_dtype] = gradients(converted(recipe, grad_dtype=grad_dtype), x, compiles=True)
+        expected = gradients(converted("delayed", grad_dtype=grad_dtype), x, compiles=False)
+        found[grad_dtype] = gradients(converted("delayed", grad_dtype=grad_dtype), x, compiles=True)
         assert_bitwise(found[grad_dtype], expected)
     assert not torch.equal(found["e4m3"], found["e5m2"])
 
@@ -142,19 +123,8 @@ LENGTH, HEAD_DIM = 32, 16
 
 
 def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
-    shape = LlamaConfig(
-        vocab_size=64,
-        hidden_size=4 * HEAD_DIM,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(shape).to(torch.bfloat16)
+    return Llama(vocab_size=64, intermediate_size=128, use_cache=False).model.to(torch.bfloat16)
 
 
 def graphs_and_gradients(model: nn.Module) -> tuple[list[torch.fx.GraphModule], dict[str, Tensor]]:
@@ -192,16 +162,12 @@ def test_backward_reads_tables_instead_of_making_them_again() -> None:
 def test_eager_is_untouched_and_a_second_call_changes_nothing() -> None:
     model = llama()
     (handle,) = keep_tables(model)
-    assert keep_tables(model) == []
-    rotary = model.get_submodule("model.rotary_emb")
-    assert len(rotary._forward_hooks) == 1
+    assert keep_tables(model) == [] == keep_tables(pickle.loads(pickle.dumps(copy.deepcopy(model))))
     with torch.profiler.profile() as profiler:
         model(input_ids=torch.zeros(1, LENGTH, dtype=torch.long))
     assert not [event.name for event in profiler.events() if "fp8_ds" in event.name]
-    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-    assert keep_tables(copied) == [] and copied.get_submodule("model.rotary_emb")._forward_hooks
     handle.remove()
-    assert not rotary._forward_hooks
+    assert not model.get_submodule("model.rotary_emb")._forward_hooks
 
 
 class Tables(NamedTuple):
@@ -223,8 +189,8 @@ class Frequencies(nn.Module):
 
 @pytest.mark.parametrize(
     "output",
-    [lambda x: x.cos(), lambda x: (x.cos(), 2.0), lambda x: [x.cos(), x.sin()], lambda x: Tables(x.cos(), x.sin())],
-    ids=["one", "with a number", "a list", "with names"],
+    [lambda x: x.cos(), lambda x: (x.cos(), 2.0), lambda x: Tables(x.cos(), x.sin())],
+    ids=["one", "with a number", "with names"],
 )
 def test_other_outputs_are_handed_on(output: Callable[[Tensor], Any]) -> None:
     x = torch.ones(3, 4)

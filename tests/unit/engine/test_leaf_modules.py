@@ -72,11 +72,6 @@ def test_two_leaves_what_is_kept_and_what_is_held(loss: str, tied: bool, reuse: 
     assert ("Liger" in line) == (loss == "liger")
 
 
-def test_nothing_is_said_where_there_are_no_leaves_or_no_shards() -> None:
-    assert leaf_modules.hint_on_live(engine("liger", 0, 0, has_leaves=False)) is None
-    assert leaf_modules.hint_on_live(engine("liger", 0, 0, stage=2)) is None
-
-
 @pytest.mark.parametrize("loss", ["stock", "liger"])
 def test_a_bound_that_nobody_has_set_is_one_that_suffices(loss: str) -> None:
     needed = 2_000 if loss == "stock" else 6_000
@@ -84,16 +79,14 @@ def test_a_bound_that_nobody_has_set_is_one_that_suffices(loss: str) -> None:
         one = engine(loss, needed - 1, 0, key=key)
         assert deepspeed_fixes.raise_max_live_parameters(one) is None and one.zero_max_live_parameters() == needed - 1
     one = engine(loss, needed - 1, 0, key="stage")
-    line = deepspeed_fixes.raise_max_live_parameters(one)
-    assert line is not None and f"{needed:,}, and not {needed - 1:,}" in line
-    assert one.zero_max_live_parameters() == needed
+    assert deepspeed_fixes.raise_max_live_parameters(one) is not None and one.zero_max_live_parameters() == needed
     assert deepspeed_fixes.raise_max_live_parameters(one) is None
     one.zero_max_live_parameters = lambda: 1
     assert leaf_modules.hint_on_live(one) is None  # nobody has set it: as for leaves that DeepSpeed itself makes later
 
 
-def test_a_bound_that_suffices_stays() -> None:
-    one = engine("liger", 20_000, 10**9, key="stage")
-    assert deepspeed_fixes.raise_max_live_parameters(one) is None and one.zero_max_live_parameters() == 20_000
-    for other in (engine("liger", 5, 0, stage=2, key="stage"), engine("liger", 5, 0, has_leaves=False, key="stage")):
-        assert deepspeed_fixes.raise_max_live_parameters(other) is None and other.zero_max_live_parameters() == 5
+@pytest.mark.parametrize("options", [{"live": 20_000}, {"live": 5, "stage": 2}, {"live": 5, "has_leaves": False}])
+def test_a_bound_that_suffices_stays_and_nothing_is_said_without_leaves_or_shards(options: dict[str, Any]) -> None:
+    one = engine("liger", reuse=10**9, key="stage", **options)
+    assert leaf_modules.hint_on_live(one) is None and deepspeed_fixes.raise_max_live_parameters(one) is None
+    assert one.zero_max_live_parameters() == options["live"]

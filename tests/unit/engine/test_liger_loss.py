@@ -57,17 +57,16 @@ def loss(input: Any, weight: Any, target: Any, bias: Any = None, chunk_mem_const
 
 
 @pytest.fixture(autouse=True)
-def liger(monkeypatch: pytest.MonkeyPatch) -> Any:
-    stub = SimpleNamespace()
-    functional = SimpleNamespace(liger_fused_linear_cross_entropy=loss, LigerFusedLinearCrossEntropyFunction=Loss)
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", functional)
-    stub.functional = functional
+def functional(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """liger_kernel.transformers.functional."""
+    stub = SimpleNamespace(liger_fused_linear_cross_entropy=loss, LigerFusedLinearCrossEntropyFunction=Loss)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", stub)
     yield stub
-    RECORD.patches[:] = [patch for patch in RECORD.patches if patch[0] is not functional]
+    RECORD.patches[:] = [patch for patch in RECORD.patches if patch[0] is not stub]
 
 
-def llama(has_liger: bool = True, **more: Any) -> Any:
-    model = LlamaForCausalLM(LlamaConfig(**TINY | more))
+def llama(has_liger: bool = True) -> Any:
+    model = LlamaForCausalLM(LlamaConfig(**TINY))
     if has_liger:  # as apply_liger_kernel_to_llama(model=model, ...) does
         model.forward = MethodType(liger_forward, model)
     return model
@@ -98,38 +97,32 @@ def test_ligers_forward_is_found_on_an_instance_a_class_and_inside_peft() -> Non
         assert prepare_liger_loss(other, 2, None) is None
 
 
-def test_chunks_of_a_loss_that_is_not_there_are_refused() -> None:
-    check_chunks(llama(False), None)
+@pytest.mark.parametrize(
+    ("has_liger", "old"),
+    [
+        (False, {}),
+        (True, {"liger_fused_linear_cross_entropy": lambda input, weight, target, bias=None: 0}),
+        (True, {"LigerFusedLinearCrossEntropyFunction": Loss0_7}),
+    ],
+)
+def test_chunks_of_a_loss_that_is_not_there_or_not_told_are_refused(
+    functional: Any, has_liger: bool, old: dict[str, Any]
+) -> None:
     check_chunks(Peft(llama()), 8)
+    vars(functional).update(old)
+    check_chunks(llama(has_liger), None)
     with pytest.raises(UnsupportedError, match=r"fp8\.activations\.cross_entropy_chunk_mem_const: .* got 8"):
-        check_chunks(llama(False), 8)
+        check_chunks(llama(has_liger), 8)
 
 
-@pytest.mark.parametrize("lacks", ["liger_fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction"])
-def test_larger_chunks_of_a_version_that_is_not_told_are_refused(liger: Any, lacks: str) -> None:
-    check_chunks(llama(), 8)
-    old = {
-        "liger_fused_linear_cross_entropy": lambda input, weight, target, bias=None: 0,
-        "LigerFusedLinearCrossEntropyFunction": Loss0_7,
-    }
-    setattr(liger.functional, lacks, old[lacks])
-    check_chunks(llama(), None)
-    with pytest.raises(UnsupportedError, match="chunk_mem_const"):
-        check_chunks(llama(), 8)
-
-
-def test_a_head_in_fp8_is_refused() -> None:
-    model = llama().bfloat16()
-    linear = LinearConfig(filter_fqns=())
-    apply_plan(model, make_plan(model, linear, False), linear, model.device)
-    with pytest.raises(UnsupportedError, match="lm_head"):
-        prepare_liger_loss(model, 2, None)
-
-
-def test_a_head_that_autotp_has_cut_is_refused() -> None:
+@pytest.mark.parametrize("by", ["fp8", "autotp"])
+def test_a_head_in_fp8_or_one_that_autotp_has_cut_is_refused(by: str) -> None:
     layers = pytest.importorskip("deepspeed.module_inject.layers")
-    model = llama()
-    model.lm_head = layers.LinearLayer(model.lm_head, None, name="lm_head", skip_partition=True)
+    model, linear = llama().bfloat16(), LinearConfig(filter_fqns=())
+    if by == "fp8":
+        apply_plan(model, make_plan(model, linear, False), linear, model.device)
+    else:
+        model.lm_head = layers.LinearLayer(model.lm_head, None, name="lm_head", skip_partition=True)
     with pytest.raises(UnsupportedError, match="lm_head"):
         prepare_liger_loss(model, 2, None)
 
@@ -142,12 +135,12 @@ def test_stage_3_gathers_the_heads_weight_for_the_whole_model() -> None:
         assert [p is model.lm_head.weight for p in registered] == [True] * expected
 
 
-def test_each_engines_loss_has_its_own_chunks_and_others_are_called_as_they_call(liger: Any) -> None:
-    stock, model, other, third = liger.functional.liger_fused_linear_cross_entropy, llama(), llama(), llama()
+def test_each_engines_loss_has_its_own_chunks_and_others_are_called_as_they_call(functional: Any) -> None:
+    stock, model, other, third = functional.liger_fused_linear_cross_entropy, llama(), llama(), llama()
     prepare_liger_loss(model, 2, 8)
     prepare_liger_loss(other, 2, 4)
     prepare_liger_loss(third, 2, None)
-    call = liger.functional.liger_fused_linear_cross_entropy
+    call = functional.liger_fused_linear_cross_entropy
     assert inspect.signature(call) == inspect.signature(stock)
     x, target = torch.zeros(2, 64), torch.zeros(2)
     for weight, expected in ((model.lm_head.weight, 8), (other.lm_head.weight, 4)):

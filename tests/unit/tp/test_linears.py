@@ -16,13 +16,15 @@ from support.memory import freeing
 from support.threads import on_threads
 from tensor_parallel import IN, OUT, SHARDED_RECIPES, T
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fp8_ds.config import LinearConfig
+from fp8_ds.nn.linear import recipe
 from fp8_ds.nn.linear.fp8_linear import check_input
+from fp8_ds.ops.gemm import scaled_mm
 from fp8_ds.testing import assert_bitwise, sqnr_db
 
+GEMMS = ("output", "grad_input", "grad_weight")
 FLOOR = {"output": 26.0, "grad_input": 23.0, "grad_weight": 22.0, "grad_bias": 45.0}
 """SQNR in dB where single elements are most of a tensor. One device has these without error: its scale takes the
 largest to the format's largest number; powers of two round them like all others."""
@@ -38,7 +40,7 @@ def beside_whole(data: Any) -> dict[tuple[str, str], list[dict[str, tuple[float,
 
 def test_local_scales_are_as_close_to_the_exact_product_as_one_device() -> None:
     for case, both in on_threads(2, beside_whole, tpar.normal)[0].items():
-        for found, key in itertools.product(both, ("output", "grad_input", "grad_weight")):
+        for found, key in itertools.product(both, GEMMS):
             parts, whole = found[key]
             assert parts > whole - tpar.ALLOWED_LOSS.get(case, 0.3), (case, key, parts, whole)
 
@@ -145,45 +147,25 @@ def test_gathers_in_bf16_serve_every_recipe_and_layers_in_high_precision() -> No
     on_threads(2, gathers_in_bf16)
 
 
-# --- products that accumulate fast ---
-
-
-ODD_OUT = 384
-"""With it shapes tell the products of a layer apart."""
-
-
-class _FastProducts(TorchDispatchMode):
-    """Whether each FP8 product accumulates fast, by its shape, [M, N]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: dict[tuple[int, int], set[bool]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if str(func) == "fp8_ds.scaled_mm.default":
-            a, b, *_, fast, _ = args
-            self.found.setdefault((len(a), len(b)), set()).add(fast)
-        return func(*args, **(kwargs or {}))
-
-
-def fast_products(name: str, value: str) -> None:
-    tp = tpar.context()
+def each_way(name: str, value: str) -> None:
     x, grad = tpar.operands()
-    fast = LinearConfig(fast_accumulation=value).fast_gemms
-    for kind, out_features in (("column", ODD_OUT // 2), ("row", ODD_OUT)):
-        make, run = tpar.RUN[kind]
-        with _FastProducts() as products:
-            run(make(tpar.linear(ODD_OUT, IN, torch.bfloat16), tp, name, fast_accumulation=value), x, grad[:, :ODD_OUT])
-        by_gemm: dict[str, set[bool]] = {"output": set(), "grad_input": set(), "grad_weight": set()}
-        for (m, n), flags in products.found.items():
-            gemm = "grad_weight" if m == out_features else "output" if n == out_features else "grad_input"
-            by_gemm[gemm] |= flags
-        assert by_gemm == {gemm: {gemm in fast} for gemm in by_gemm}
+    for make, run in tpar.RUN.values():
+        run(make(tpar.linear(OUT, IN, torch.bfloat16), tpar.context(), name, fast_accumulation=value), x, grad)
 
 
 @pytest.mark.parametrize(("name", "value"), [("tensorwise", "output"), ("rowwise", "output_and_grad_input")])
-def test_parallel_layers_accumulate_fast_where_the_configuration_says_so(name: str, value: str) -> None:
-    on_threads(2, fast_products, name, value)
+def test_parallel_layers_accumulate_fast_where_the_configuration_says_so(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    fast: list[bool] = []
+
+    def spy(*args: Any, use_fast_accum: bool) -> Tensor:
+        fast.append(use_fast_accum)
+        return scaled_mm(*args, use_fast_accum=use_fast_accum)
+
+    monkeypatch.setattr(recipe, "scaled_mm", spy)
+    on_threads(1, each_way, name, value)
+    assert fast == [gemm in LinearConfig(fast_accumulation=value).fast_gemms for gemm in GEMMS] * 2
 
 
 # --- a weight that is a sum with an adapter: PEFT's `target_parameters` ---
