@@ -62,34 +62,20 @@ def test_predicted_scale_holds_the_decayed_amax_and_the_largest_update():
     assert scales.next_scale_inv.tolist() == [1, 2, 2]
 
 
-def test_predicted_scale_is_in_force_after_commit_only_and_for_the_weights_named():
-    scales = scales_from(1.0, 440.0, 440.0)
-    predict(scales, lr=10.0, decay=1.0, bound=1.165)
-    assert scales.scale_inv.tolist() == scales.previous_scale_inv.tolist() == [2.0**-8, 1, 1]
+def test_a_prediction_is_in_force_after_commit_for_the_weights_named_and_until_an_amax_is_measured():
+    scales = scales_from(1.0, 440.0, 440.0, 440.0)
+    predict(scales, lr=10.0, decay=1.0, bound=1.165, moves=[True, True, True, False])
+    assert scales.next_scale_inv.tolist() == [2.0**-5, 2, 2, 1]  # the last does not move
+    assert scales.scale_inv.tolist() == scales.previous_scale_inv.tolist() == [2.0**-8, 1, 1, 1]
     scales.commit(torch.tensor([0, 2]))
-    assert scales.scale_inv.tolist() == [2.0**-5, 1, 2] and scales.scale.tolist() == [2.0**5, 1, 0.5]
+    assert scales.scale_inv.tolist() == [2.0**-5, 1, 2, 1] and scales.scale.tolist() == [2.0**5, 1, 0.5, 1]
     scales.commit()
-    assert scales.scale_inv.tolist() == [2.0**-5, 2, 2] and scales.scale.tolist() == [2.0**5, 0.5, 0.5]
-
-
-def test_a_weight_that_does_not_move_keeps_scale_and_amax():
-    scales = scales_from(440.0, 440.0)
-    predict(scales, lr=10.0, decay=1.0, bound=1.165, moves=[True, False])
-    assert scales.next_scale_inv.tolist() == [2, 1]
-    scales.measured[0] = 450.0
-    scales.start_reduce()
-    scales.wait()
-    assert scales.amax.tolist() == [450.0, 440.0]
-
-
-def test_measured_amax_replaces_the_prediction_in_the_next_step_and_is_collected_anew():
-    scales = scales_from(440.0)
-    predict(scales, lr=10.0, decay=1.0, bound=1.165)
-    scales.commit()
-    scales.measured.fill_(430.0)
-    predict(scales, lr=10.0, decay=1.0, bound=1.165)
-    assert scales.amax.tolist() == [430.0] and scales.measured.tolist() == [0.0]
-    assert scales.previous_scale_inv.tolist() == [2] and scales.next_scale_inv.tolist() == [1]
+    assert scales.scale_inv.tolist() == [2.0**-5, 2, 2, 1] and scales.scale.tolist() == [2.0**5, 0.5, 0.5, 1]
+    scales.measured[:3] = torch.tensor([1.0, 430.0, 450.0])
+    predict(scales, lr=10.0, decay=1.0, bound=1.165, moves=[True, True, True, False])
+    assert scales.amax.tolist() == [1.0, 430.0, 450.0, 440.0] and not scales.measured.any()
+    assert scales.previous_scale_inv.tolist() == [2.0**-5, 2, 2, 1]
+    assert scales.next_scale_inv.tolist() == [2.0**-5, 1, 2, 1]
 
 
 def test_scale_of_a_checkpoint_is_taken_where_the_masters_fit_it():

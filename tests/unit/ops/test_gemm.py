@@ -27,8 +27,7 @@ def truth(a, b, scale_inv_a, scale_inv_b):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("fmt_a", "fmt_b"), PAIRS)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("shape", "out_dtype"), zip(SHAPES, [torch.float32, torch.bfloat16] * 3, strict=False))
 def test_product_is_exact_up_to_accumulation_and_output_rounding(backend, fmt_a, fmt_b, shape, out_dtype):
     args = operands(*shape, fmt_a, fmt_b)
     got = scaled_mm(*args, out_dtype, backend)
