@@ -7,6 +7,7 @@ import math
 import resource
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,10 +49,17 @@ def train(model: Any, health: HealthMonitor, steps: range) -> list[bool]:
 
 def test_every_third_step_is_sampled_and_reported_one_step_later() -> None:
     model, health, reports = build(3)
+    flag, acted = torch.zeros((), dtype=torch.int32), list[int]()
+    health.skip_flag = lambda: flag
+    health.listen(lambda report: acted.append(report.step))
     health.start(0)
     assert train(model, health, range(3)) == [False, False, True]
     assert not reports
-    assert train(model, health, range(3, 11)) == [False, False, True, False, False, True, False, False]
+    assert train(model, health, range(3, 8)) == [False, False, True, False, False]
+    flag.fill_(1)  # of step 9 alone
+    assert train(model, health, range(8, 9)) == [True]
+    flag.fill_(0)
+    assert train(model, health, range(9, 11)) == [False, False]
     assert [report.step for report in reports] == [3, 6, 9]
     health.after_step(12, 48)
     assert [report.samples for report in reports] == [12, 24, 36]
@@ -59,38 +67,21 @@ def test_every_third_step_is_sampled_and_reported_one_step_later() -> None:
     health.flush()
     health.flush()
     assert [report.step for report in reports] == [3, 6, 9, 12]
-
-
-def test_a_skipped_step_is_told_by_the_flag_of_its_own_step() -> None:
-    _model, health, reports = build(1)
-    flag = torch.zeros((), dtype=torch.int32)
-    health.skip_flag = lambda: flag
-    health.start(0)
-    for step in range(1, 5):
-        flag.fill_(step == 2)
-        health.after_step(step, step)
-    health.flush()
-    assert [report.numbers["step_skipped"] for report in reports] == [0.0, 1.0, 0.0, 0.0]
-
-
-def test_the_last_report_of_a_run_goes_to_sinks_only() -> None:
-    model, health, written = build(2)
-    acted: list[Report] = []
-    health.listen(acted.append)
-    health.start(0)
-    train(model, health, range(4))
-    health.flush()
-    assert [report.step for report in written] == [2, 4] and [report.step for report in acted] == [2]
+    assert acted == [3, 6, 9]  # the last one of a run goes to sinks only
+    assert [report.numbers["step_skipped"] for report in reports] == [0.0, 0.0, 1.0, 0.0]
 
 
 def test_a_listener_is_called_until_it_is_removed_and_only_once_a_report() -> None:
-    model, health, _ = build(1)
+    model, health, written = build(1)
     first: list[int] = []
     second: list[int] = []
 
     def once(report: Report) -> None:
         first.append(report.step)
         handle.remove()
+
+    def stop(one: Report) -> None:
+        raise KeyError(one.step)
 
     handle, other = health.listen(once), health.listen(lambda report: second.append(report.step))
     with pytest.raises(ConfigError, match=r"listener: expected one that is not called yet, got .*once"):
@@ -102,6 +93,12 @@ def test_a_listener_is_called_until_it_is_removed_and_only_once_a_report() -> No
     other.remove()
     train(model, health, range(3, 5))
     assert second == [1, 2]
+    handle = health.listen(stop)
+    with pytest.raises(KeyError):
+        train(model, health, range(5, 7))
+    handle.remove()
+    train(model, health, range(7, 9))
+    assert [one.step for one in written] == [1, 2, 3, 4, 5, 8]  # nothing is attached twice
 
 
 def test_a_tensor_with_a_nan_has_no_shares_in_that_step_alone() -> None:
@@ -128,34 +125,25 @@ def report(step: int) -> Report:
     return Report(step, 4 * step, layers, {"coverage": 0.5, "gathered_bytes": None})  # type: ignore[arg-type]
 
 
-def test_json_lines_are_json_and_a_resumed_run_appends(tmp_path: Path) -> None:
+def test_reports_are_lines_of_json_and_events_with_samples(tmp_path: Path) -> None:
     sink = JsonLines(tmp_path / "new" / "health.jsonl")
     for one in (report(10), report(20)):
         sink(one)
-    JsonLines(sink.path)(report(20))
-    lines = [json.loads(line, parse_constant=pytest.fail) for line in sink.path.read_text().splitlines()]
-    assert [line["step"] for line in lines] == [10, 20, 20]
-    assert lines[0]["layers"]["a.up"]["weight"] == {
-        "amax": 2.0,
-        "scale": None,
-        "saturation": 0.0,
-        "underflow": 0.25,
-        "num": 8,
-    }
+    sink.path.write_bytes(sink.path.read_bytes()[:-30])  # half a line of a run that was killed takes none with it
+    for step in (20, 30):
+        JsonLines(sink.path)(report(step))
+    first, half, *others = sink.path.read_text().splitlines()
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in (first, *others)]
+    assert [line["step"] for line in lines] == [10, 20, 30] and half
+    one = {"amax": 2.0, "scale": None, "saturation": 0.0, "underflow": 0.25, "num": 8}
+    assert lines[0]["layers"]["a.up"]["weight"] == one
     assert (lines[0]["coverage"], lines[0]["gathered_bytes"]) == (0.5, None)
-
-
-def test_events_have_labels_values_and_samples() -> None:
-    class Monitor:
-        def write_events(self, events: list[Any]) -> None:
-            self.events = events
-
-    monitor = Monitor()
-    DeepSpeedEvents(monitor)(report(10))
-    labels = {label: value for label, value, samples in monitor.events if samples == 40}
+    written: list[Any] = []
+    DeepSpeedEvents(SimpleNamespace(write_events=written.extend))(report(10))
+    labels = {label: value for label, value, samples in written if samples == 40}
     assert labels["fp8/coverage"] == 0.5 and "fp8/gathered_bytes" not in labels
     assert labels["fp8/a.up/weight/underflow"] == 0.25 and labels["fp8/b.down/weight/amax"] == 2.0
-    assert len(monitor.events) == 1 + 3 * 4
+    assert len(written) == 1 + 3 * 4
 
 
 def test_what_the_guard_changed_is_in_the_next_report_and_in_no_other() -> None:
@@ -246,21 +234,6 @@ def test_a_sink_that_fails_is_named_once_and_left_out_and_the_others_go_on() -> 
     assert broken not in health.sinks
 
 
-def test_what_a_listener_raises_is_raised_with_nothing_attached_twice_afterwards() -> None:
-    model, health, written = build(1)
-
-    def stop(one: Report) -> None:
-        raise KeyError(one.step)
-
-    handle = health.listen(stop)
-    health.start(0)
-    with pytest.raises(KeyError):
-        train(model, health, range(2))
-    handle.remove()
-    train(model, health, range(2, 4))
-    assert [one.step for one in written][:1] == [1]
-
-
 def test_a_line_that_does_not_fit_on_the_disk_leaves_the_lines_before_it(tmp_path: Path) -> None:
     sink = JsonLines(tmp_path / "health.jsonl")
     sink(report(10))
@@ -276,15 +249,3 @@ def test_a_line_that_does_not_fit_on_the_disk_leaves_the_lines_before_it(tmp_pat
     assert sink.path.read_bytes() == before
     sink(report(30))
     assert [json.loads(line)["step"] for line in sink.path.read_text().splitlines()] == [10, 30]
-
-
-def test_half_a_line_of_a_run_that_was_killed_takes_no_report_with_it(tmp_path: Path) -> None:
-    sink = JsonLines(tmp_path / "health.jsonl")
-    sink(report(10))
-    sink(report(20))
-    sink.path.write_bytes(sink.path.read_bytes()[:-30])
-    resumed = JsonLines(sink.path)
-    resumed(report(20))
-    resumed(report(30))
-    whole, half, *others = sink.path.read_text().splitlines()
-    assert [json.loads(line)["step"] for line in (whole, *others)] == [10, 20, 30] and half

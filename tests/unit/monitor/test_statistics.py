@@ -36,8 +36,13 @@ def test_each_kind_of_element_is_counted_once(fmt: Float8Format) -> None:
     assert found.num == 11
     assert found.saturation == pytest.approx(2 / 11)
     assert found.underflow == pytest.approx(3 / 9)  # of those that were not zero
-    assert found.amax == fmt.max * 3
-    assert found.scale == 1.0
+    assert (found.amax, found.scale) == (fmt.max * 3, 1.0)
+    assert count(torch.tensor([[math.nan, 1.0]]), 1.0, fmt).saturation == 0.5
+    codes = torch.tensor([[fmt.max, fmt.max, 1.0, 400.0]]).to(fmt.torch_dtype)
+    counts = new_counts(device="cpu")
+    for can_saturate, share in ((True, 0.5), (False, 0.25)):  # without the values before the cast: the largest code
+        observe_codes(codes, torch.ones(()), counts, can_saturate=can_saturate)
+        assert from_counts(counts).saturation == share
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2])
@@ -65,47 +70,6 @@ def test_a_bound_is_not_rounded_to_the_tensors_dtype() -> None:
         observe_hp(x, counts, torch.tensor(bound / 448), 448.0)
         observe_codes(x.to(torch.float8_e4m3fn), torch.ones(()), counts, can_saturate=True)
         assert from_counts(counts).saturation == beyond
-
-
-def test_a_nan_stays_known_after_tensors_without_one() -> None:
-    counts = new_counts(device="cpu")
-    for value in (math.nan, 1.0):
-        x = torch.tensor([[value, 2.0]])
-        observe_hp(x, counts)
-        observe_codes(x.to(torch.float8_e4m3fn), torch.ones(()), counts, can_saturate=False)
-    assert math.isnan(from_counts(counts).amax)
-
-
-def test_nan_counts_as_saturated() -> None:
-    found = count(torch.tensor([[float("nan"), 1.0]]), 1.0, E4M3)
-    assert found.saturation == 0.5
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_tensor_without_a_finite_amax_has_neither_scale_nor_shares(recipe: str, value: float) -> None:
-    model = nn.Sequential(nn.Linear(256, 128, bias=False)).bfloat16()
-    history = convert(model, recipe=recipe, backend="reference")
-    table = StatisticsTable(tuple(fp8_layers(model)), "cpu")
-    observers = Observers(fp8_layers(model), table)
-    grad = torch.randn(128, 128).bfloat16()
-    grad[3, 4] = value
-    observers.attach()
-    step(model, history, torch.randn(128, 256).bfloat16().requires_grad_(), grad)
-    observers.detach()
-    table.send()
-    found = (table.receive() or {})["0"]
-    one = found["grad_output"]
-    assert one.num == grad.numel() and not math.isfinite(one.amax)
-    assert all(math.isnan(number) for number in (one.scale, one.saturation, one.underflow))
-    assert math.isfinite(found["input"].underflow) and math.isfinite(found["weight"].scale)
-
-
-def step(model: nn.Module, history: AmaxHistory | None, x: Tensor, grad: Tensor) -> None:
-    out = model(x)
-    out.backward(grad)
-    if history is not None:
-        history.update(history.amax_local.clone())
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -148,43 +112,54 @@ def test_layers_are_counted_only_while_attached_and_their_bits_do_not_change(rec
     assert found["2"]["grad_output"].amax == float(grad.abs().max()) and found["2"]["grad_output"].num == grad.numel()
     for kinds in found.values():
         for one in kinds.values():
-            assert (
-                one.underflow < 0.1 and one.saturation < 1e-3
-            )  # true zeros (a quarter of x, half after ReLU) are none
-            assert one.scale > 0
+            # True zeros, a quarter of x and half after ReLU, are none.
+            assert one.underflow < 0.1 and one.saturation < 1e-3 and one.scale > 0
     weight = model[0].weight.detach()
     if recipe in ("tensorwise", "delayed"):
         assert first["weight"].scale == pytest.approx(448 / float(weight.abs().max()), rel=1e-6)
         assert first["weight"].amax == pytest.approx(float(weight.abs().max()), rel=1e-6)
 
 
+def step(model: nn.Module, history: AmaxHistory | None, x: Tensor, grad: Tensor) -> None:
+    out = model(x)
+    out.backward(grad)
+    if history is not None:
+        history.update(history.amax_local.clone())
+
+
+def watched(model: nn.Module, history: AmaxHistory | None, x: Tensor, grad: Tensor) -> dict[str, TensorStatistics]:
+    """Statistics of the one layer in one step."""
+    table = StatisticsTable(tuple(fp8_layers(model)), "cpu")
+    observers = Observers(fp8_layers(model), table)
+    observers.attach()
+    step(model, history, x, grad)
+    observers.detach()
+    table.send()
+    return (table.receive() or {})["0"]
+
+
+@pytest.mark.parametrize(("recipe", "value"), zip(RECIPES, [math.nan, math.inf] * 3, strict=False))
+def test_a_tensor_without_a_finite_amax_has_neither_scale_nor_shares(recipe: str, value: float) -> None:
+    model = nn.Sequential(nn.Linear(256, 128, bias=False)).bfloat16()
+    history = convert(model, recipe=recipe, backend="reference")
+    grad = torch.randn(128, 128).bfloat16()
+    grad[3, 4] = value
+    found = watched(model, history, torch.randn(128, 256).bfloat16().requires_grad_(), grad)
+    one = found["grad_output"]
+    assert one.num == grad.numel() and not math.isfinite(one.amax)
+    assert all(math.isnan(number) for number in (one.scale, one.saturation, one.underflow))
+    assert math.isfinite(found["input"].underflow) and math.isfinite(found["weight"].scale)
+
+
 def test_a_delayed_scale_that_is_too_large_shows_as_saturation() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64, bias=False)).bfloat16()
     history = convert(model, recipe="delayed", backend="reference")
-    assert history is not None
-    table = StatisticsTable(tuple(fp8_layers(model)), "cpu")
-    observers = Observers(fp8_layers(model), table)
     x, grad = torch.randn(128, 64).bfloat16(), torch.randn(128, 64).bfloat16()
     step(model, history, x, grad)
-    observers.attach()
-    step(model, history, x * 100, grad)
-    observers.detach()
-    table.send()
-    found = table.receive()
-    assert found is not None
     expected = ((x * 100).float().abs() > x.abs().max()).float().mean()
-    assert found["0"]["input"].saturation == pytest.approx(float(expected), abs=1e-3)
-    assert found["0"]["input"].saturation > 0.5
-
-
-def test_saturation_without_the_values_before_the_cast_is_that_of_the_largest_code() -> None:
-    counts = new_counts(device="cpu")
-    codes = torch.tensor([[448.0, 448.0, 1.0, 400.0]]).to(torch.float8_e4m3fn)
-    observe_codes(codes, torch.ones(()), counts, can_saturate=True)
-    assert from_counts(counts).saturation == 0.5
-    observe_codes(codes, torch.ones(()), counts, can_saturate=False)
-    assert from_counts(counts).saturation == 0.25
+    found = watched(model, history, x * 100, grad)["input"].saturation
+    assert found == pytest.approx(float(expected), abs=1e-3) and found > 0.5
 
 
 def table_of_all_ranks() -> dict[str, TensorStatistics]:
