@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -175,65 +176,55 @@ def test_it_compiles_without_a_graph_break_to_the_same_bits(is_packed: bool, had
         assert_bitwise(x, y)
 
 
+Q, K, V, _ = batch()
+Q_PACKED, K_PACKED, V_PACKED, _ = packed()
+
+
+def packing(ends_q: list[int] | Tensor = ENDS_Q, ends_k: list[int] | Tensor = ENDS_K) -> dict[str, Any]:
+    ends = [one if isinstance(one, Tensor) else torch.tensor(one, dtype=torch.int32) for one in (ends_q, ends_k)]
+    return {"packing": Packing(*ends, 32, 32)}
+
+
+REFUSED: list[tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], str]] = [
+    ((Q, K, V), {"backend": "fa4"}, "backend: .* got 'fa4'"),
+    ((Q, K, V), {"backend": "cudnn"}, "backend: .* got 'cudnn'"),
+    ((Q, K, V), {"dropout": 0.1}, "dropout: expected 0.0, got 0.1"),
+    ((Q, K, V), {"bias": torch.zeros(24, 24)}, "bias: expected None"),
+    ((Q, K, V), {"hadamard": True}, "hadamard: expected false"),
+    ((Q, K, V), {"window": (-2, 0)}, "window: expected two numbers"),
+    ((Q, K, V), packing(), r"q: expected \[tokens, heads, dim\]"),
+    ((Q, K, V), {"backend": "fa3_fp8"}, "FlashAttention-3: expected a Hopper GPU"),
+    ((Q, K[..., :8], V), {}, "k and v: expected one shape"),
+    ((Q, K[:, :, :1], V), {}, "k and v: expected one shape"),
+    ((Q[:, :, :3], K, V), {}, "heads that divides q's 3, got 2"),
+    ((Q, K.float(), V), {}, "k: expected"),
+    ((Q[..., :12], K[..., :12], V[..., :12]), {"backend": CPU_BACKENDS[1], "hadamard": True}, "power of two .* got 12"),
+]
+# Tokens after the last sequence would come out as whatever was in memory.
+ENDINGS: list[tuple[tuple[Tensor, Tensor], dict[str, Any], str]] = [
+    ((K_PACKED, V_PACKED), packing(ends_k=ENDS_K.long()), r"packing.cu_seqlens_k: expected int32"),
+    ((K_PACKED, V_PACKED), packing([0, 17, 18, 49]), r"packing.cu_seqlens_q: .* 50, got \[.*, 49\]"),
+    ((K_PACKED, V_PACKED), packing(ends_k=[0, 9, 30, 61]), r"packing.cu_seqlens_k: .* 62, got \[.*, 61\]"),
+    ((K_PACKED[:-1], V_PACKED[:-1]), packing(), r"packing.cu_seqlens_k: .* 61, got \[.*, 62\]"),
+    ((K_PACKED, V_PACKED), {"packing": Packing.of(ENDS_Q, 32)}, r"packing.cu_seqlens_k: .* 62, got \[.*, 50\]"),
+    *(((K_PACKED, V_PACKED), packing(ends), r"packing\.cu_seqlens_q: expected numbers that rise from 0")
+      for ends in ([3, 17, 18, 50], [0, 18, 17, 50], [0, 17, 60, 50])),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("qkv", "options", "said"),
     [
-        ({"backend": "fa4"}, "backend: expected one of fa3, .* got 'fa4'"),
-        ({"backend": "cudnn"}, "backend: expected one of fa3, .* got 'cudnn'.* scaled_dot_product_attention"),
-        ({"dropout": 0.1}, r"dropout: expected 0.0, got 0.1\. .*Transformer Engine"),
-        ({"bias": torch.zeros(24, 24)}, r"bias: expected None, got \(24, 24\)"),
-        ({"hadamard": True}, "hadamard: expected false with backend reference, got true"),
-        ({"window": (-2, 0)}, r"window: expected two numbers >= -1, got \(-2, 0\)"),
-        ({"packing": PACKING}, r"q: expected \[tokens, heads, dim\]"),
-        ({"backend": "fa3_fp8"}, "FlashAttention-3: expected a Hopper GPU .* got cpu"),
+        *REFUSED,
+        *(
+            ((Q_PACKED, *kv), {**options, "backend": backend}, said)
+            for (kv, options, said), backend in itertools.product(ENDINGS, CPU_BACKENDS)
+        ),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_it_does_not_do_is_refused_by_name(options: dict[str, Any], said: str) -> None:
+def test_what_it_does_not_do_is_refused_by_name(qkv: Any, options: dict[str, Any], said: str) -> None:
     with pytest.raises(UnsupportedError, match=f"(?s){said}"):
-        attention(*batch()[:3], **{"backend": "reference", **options})
-
-
-def test_shapes_that_do_not_fit_are_refused() -> None:
-    q, k, v, _ = batch()
-    for tensors, said in (
-        ((q, k[..., :8], v), "k and v: expected one shape"),
-        ((q, k[:, :, :1], v), "k and v: expected one shape"),
-        ((q[:, :, :3], k, v), "heads that divides q's 3, got 2"),
-        ((q, k.float(), v), "k: expected"),
-    ):
-        with pytest.raises(UnsupportedError, match=said):
-            attention(*tensors, backend="reference")
-    with pytest.raises(UnsupportedError, match=r"packing.cu_seqlens_k: expected int32 \[sequences \+ 1\]"):
-        attention(*packed()[:3], backend="reference", packing=Packing(ENDS_Q, ENDS_K.long(), 32, 32))
-    with pytest.raises(UnsupportedError, match="expected a power of two with the Hadamard rotation, got 12"):
-        attention(q[..., :12], k[..., :12], v[..., :12], backend="fa3_fp8_emulated", hadamard=True)
-
-
-@pytest.mark.parametrize("backend", CPU_BACKENDS)
-@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k"])
-def test_packed_sequences_that_end_elsewhere_are_refused(backend: Any, name: str) -> None:
-    """Tokens after the last sequence would come out as whatever was in memory."""
-    ends = {"cu_seqlens_q": ENDS_Q.clone(), "cu_seqlens_k": ENDS_K.clone()}
-    num = int(ends[name][-1])
-    ends[name][-1] = num - 1
-    packing = Packing(ends["cu_seqlens_q"], ends["cu_seqlens_k"], 32, 32)
-    with pytest.raises(
-        UnsupportedError, match=rf"packing.{name}: .* the number of tokens, {num}, got \[.*, {num - 1}\]"
-    ):
-        attention(*packed()[:3], backend=backend, packing=packing)
-    q, k, v, _ = packed()
-    with pytest.raises(UnsupportedError, match=r"packing.cu_seqlens_k: .* 61, got \[.*, 62\]"):
-        attention(q, k[:-1], v[:-1], backend=backend, packing=PACKING)
-    with pytest.raises(UnsupportedError, match=r"packing.cu_seqlens_k: .* 62, got \[.*, 50\]"):
-        attention(q, k, v, backend=backend, packing=Packing.of(ENDS_Q, 32))
-
-
-@pytest.mark.parametrize("ends", [[3, 17, 18, 50], [0, 18, 17, 50], [0, 17, 60, 50]])
-def test_packed_sequences_that_begin_elsewhere_or_overlap_are_refused(ends: list[int]) -> None:
-    packing = Packing(torch.tensor(ends, dtype=torch.int32), ENDS_K, 32, 32)
-    with pytest.raises(UnsupportedError, match=r"packing\.cu_seqlens_q: expected numbers that rise from 0"):
-        attention(*packed()[:3], backend="reference", packing=packing)
+        attention(*qkv, **{"backend": "reference", **options})
 
 
 @pytest.mark.parametrize("backend", ["reference", "fa3_fp8_emulated"])

@@ -108,8 +108,10 @@ def run(backend: Any, is_packed: bool, **options: Any) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": (4, 0)}], ids=list)
-@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize(
+    ("options", "is_packed"),
+    [({}, False), ({"causal": True}, False), ({"causal": True}, True), ({"causal": True, "window": (4, 0)}, True)],
+)
 @pytest.mark.parametrize("functions", [(new_forward, new_backward), (old_forward, old_backward)], ids=["new", "old"])
 def test_every_release_gets_its_arguments(
     monkeypatch: pytest.MonkeyPatch, functions: Any, is_packed: bool, options: dict[str, Any]
@@ -118,21 +120,6 @@ def test_every_release_gets_its_arguments(
     for backend, same in (("fa3", "reference"), ("fa3_fp8", "fa3_fp8_emulated")):
         for x, y in zip(run(backend, is_packed, **options), run(same, is_packed, **options), strict=True):
             assert_bitwise(x, y)
-
-
-@pytest.mark.parametrize("name", packages.FA3_NAMES)
-def test_it_is_found_under_each_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    install(monkeypatch, name, new_forward, new_backward)
-    fa3 = packages.find_fa3()
-    assert fa3.module == name and (fa3.backward is None) == (name == "fa3_fwd_interface")
-
-
-def test_what_is_missing_is_said_with_the_command() -> None:
-    for backend in ("fa3", "fa3_fp8"):
-        with pytest.raises(UnsupportedError) as error:
-            attention(*tensors(False)[:3], backend=backend)
-        assert "pip install fa3-fwd" in str(error.value) and "flash-attention/hopper" in str(error.value)
-        assert all(f"{name}: not installed" in str(error.value) for name in packages.FA3_NAMES)
 
 
 def test_what_a_build_lacks_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,66 +143,76 @@ def test_what_a_build_lacks_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) 
         attention(q[..., :12], k[..., :12], v[..., :12], backend="fa3")
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_a_forward_only_build_takes_torchs_backward(monkeypatch: pytest.MonkeyPatch, is_packed: bool) -> None:
-    """Its arguments, by torch's own names and shapes (meta tensors); an unseen row's -infinity arrives as +infinity."""
+@pytest.mark.parametrize("name", packages.FA3_NAMES)
+def test_it_is_found_under_each_name_or_the_command_is_said(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"(?s){name}: not installed.*pip install fa3-fwd"):
+        attention(*tensors(False)[:3], backend="fa3")
+    packages.find_fa3.cache_clear()
+    install(monkeypatch, name, new_forward, new_backward)
+    fa3 = packages.find_fa3()
+    assert fa3.module == name and (fa3.backward is None) == (name == "fa3_fwd_interface")
+
+
+# --- builds without a backward: torch's own, by its names and shapes (meta tensors) ---
+
+FLASH, CUDNN = "_flash_attention_backward", "_scaled_dot_product_cudnn_attention_backward"
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The arguments that torch's backward was called with, by name."""
     install(monkeypatch, "fa3_fwd_interface", new_forward)
+    calls: list[dict[str, Any]] = []
+    for name in (FLASH, CUDNN):
+        expected = [one.name for one in getattr(torch.ops.aten, name).default._schema.arguments]
+
+        def spy(*arguments: Any, expected: list[str] = expected, **options: Any) -> tuple[Any, ...]:
+            calls.append(dict(zip(expected, arguments, strict=False)) | options)
+            return arguments[1:4]
+
+        monkeypatch.setattr(torch.ops.aten, name, spy)
+    return calls
+
+
+@pytest.mark.parametrize(("name", "is_packed"), [(CUDNN, False), (FLASH, False), (FLASH, True)])
+def test_a_backward_of_torch_has_the_shapes_of_its_operands(name: str, is_packed: bool) -> None:
     q, k, v, grad = (x.to("meta") for x in tensors(is_packed))
-    packing = Packing.of(ENDS.to("meta"), 11) if is_packed else None
-    geometry = Geometry(0.25, right=0, packing=packing)
+    geometry = Geometry(0.25, right=0, packing=Packing.of(ENDS.to("meta"), 11) if is_packed else None)
     lse = torch.empty(reference.lse_shape(q, geometry), device="meta")
-    for x, y in zip(flash.flash2_backward(grad, q, k, v, q, lse, geometry), (q, k, v), strict=True):
-        assert x.shape == y.shape and x.dtype == y.dtype
-    seen = []
+    function = flash.cudnn_backward if name == CUDNN else flash.flash2_backward
+    for x, y in zip(function(grad, q, k, v, q, lse, geometry), (q, k, v), strict=True):
+        assert x.shape == y.shape and x.dtype == y.dtype and x.is_contiguous()
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_forward_only_build_takes_torchs_backward(
+    seen: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, is_packed: bool
+) -> None:
     monkeypatch.setattr(flash, "cudnn_takes", lambda q, k, geometry: False)
-    stock = torch.ops.aten._flash_attention_backward
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", lambda *a, **o: seen.append((a, o)) or a[1:4])
     run("fa3", is_packed, causal=True)
-    (arguments, options), expected = seen[0], [name.name for name in stock.default._schema.arguments]
-    named = dict(zip(expected, arguments, strict=False)) | options
+    (named,) = seen
     assert named["is_causal"] is True and named["scale"] == 0.25 and named["dropout_p"] == 0
     assert (named["window_size_left"], named["window_size_right"]) == (-1, 0)
     assert (named["max_q"], named["max_k"]) == ((11, 11) if is_packed else (20, 20))
     assert (named["cum_seq_q"] is ENDS) == is_packed
-    monkeypatch.setitem(vars(flash), "find_fa3", lambda: packages.FlashAttention3("fa3", new_forward, None))
     q, k, v, grad = (x[None, :n] for x, n in zip(tensors(True), (20, 5, 5, 20), strict=True))
-    out = attention(q.requires_grad_(), k, v, backend="fa3", causal=True)
-    out.backward(grad)
-    assert (seen[-1][0][5][0, :, :15] == float("inf")).all() and seen[-1][0][5][0, :, 15:].isfinite().all()
+    attention(q.requires_grad_(), k, v, backend="fa3", causal=True).backward(grad)
+    lse = seen[-1]["logsumexp"]  # an unseen row's -infinity arrives as +infinity
+    assert (lse[0, :, :15] == float("inf")).all() and lse[0, :, 15:].isfinite().all()
 
 
-def test_a_forward_only_build_takes_cudnns_backward_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, "fa3_fwd_interface", new_forward)
-    q, k, v, grad = (x.to("meta") for x in tensors(False))
-    lse = torch.empty(1, 4, 20, device="meta")
-    for x, y in zip(flash.cudnn_backward(grad, q, k, v, q, lse, Geometry(0.25, right=0)), (q, k, v), strict=True):
-        assert x.shape == y.shape and x.dtype == y.dtype and x.is_contiguous()
-    seen = []
-    stock = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
-
-    def spy(*arguments: Any, **options: Any) -> tuple[Any, ...]:
-        seen.append((arguments, options))
-        return arguments[1:4]
-
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", spy)
+def test_a_forward_only_build_takes_cudnns_backward_where_there_is_one(seen: list[dict[str, Any]]) -> None:
     run("fa3_fp8", False, causal=True)
-    named = dict(zip((one.name for one in stock.default._schema.arguments), seen[0][0], strict=False)) | seen[0][1]
+    (named,) = seen
     assert named["query"].shape == (1, 4, 20, 16) and named["logsumexp"].shape == (1, 4, 20, 1)
     assert named["is_causal"] is True and named["scale"] == 0.25 and named["dropout_p"] == 0
     assert (named["max_q"], named["max_k"]) == (20, 20)
-
-
-@pytest.mark.parametrize(
-    ("num_k", "dim", "geometry", "takes"),
-    [
+    for num_k, dim, geometry, takes in (
         (20, 128, Geometry(1.0), True),
         (20, 128, Geometry(1.0, right=0), True),
         (20, 192, Geometry(1.0), False),
         (30, 128, Geometry(1.0, right=0), False),
         (20, 128, Geometry(1.0, 4, 0), False),
         (20, 128, Geometry(1.0, packing=Packing.of(ENDS, 11)), False),
-    ],
-)
-def test_cudnn_takes_whole_squares(num_k: int, dim: int, geometry: Geometry, takes: bool) -> None:
-    q, k = torch.empty(1, 20, 4, dim), torch.empty(1, num_k, 4, dim)
-    assert flash.cudnn_takes(q, k, geometry) is takes
+    ):
+        assert flash.cudnn_takes(torch.empty(1, 20, 4, dim), torch.empty(1, num_k, 4, dim), geometry) is takes
