@@ -1,5 +1,5 @@
-"""What several test folders share: the place of the repository, the deepspeed launcher on two gloo ranks, ranks without
-it, and which tests share a process."""
+"""What several test folders share: the place of the repository, ranks started for a script, and which tests share a
+process."""
 
 from __future__ import annotations
 
@@ -92,27 +92,12 @@ def cpu_environment() -> dict[str, str]:
 
 
 @pytest.fixture
-def launch(tmp_path: Path, cpu_environment: dict[str, str]) -> Callable[..., str]:
-    """launch(script, *arguments, ranks=2, module=False) -> all output of `deepspeed`; fails with it when ranks fail."""
-
-    def run(script: Path | str, *arguments: object, ranks: int = 2, module: bool = False, timeout: float = HANG) -> str:
-        port = free_port()
-        command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks), "--master_port"]
-        command += [str(port), *(["--module"] if module else []), str(script), *map(str, arguments)]
-        result = subprocess.run(
-            command, stdout=-1, stderr=-2, text=True, env=cpu_environment, cwd=tmp_path, timeout=timeout, check=False
-        )
-        remove_shared_memory(port)
-        assert result.returncode == 0, f"{' '.join(command)}\n{result.stdout[-6000:]}"
-        return result.stdout
-
-    return run
-
-
-@pytest.fixture
 def start_ranks(tmp_path: Path, cpu_environment: dict[str, str]) -> Callable[..., str]:
-    """As `launch`, but ranks are started as the launcher would: its own two processes import torch and DeepSpeed too,
-    half of what a start costs. Output is that of all ranks, one after another."""
+    """start_ranks(script, *arguments, ranks=2, module=False) -> all output, one rank's after another; fails with it.
+
+    Ranks are started as DeepSpeed's launcher would, whose own two processes import torch and DeepSpeed too, half of
+    what a start costs.
+    """
 
     def run(script: Path | str, *arguments: object, ranks: int = 2, module: bool = False, timeout: float = HANG) -> str:
         port, deadline = free_port(), time.monotonic() + timeout

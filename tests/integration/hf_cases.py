@@ -1,4 +1,5 @@
-"""Hugging Face's libraries on FP8 ZeRO, run by test_hf_trainer.py: several cases in one start of the ranks.
+"""Hugging Face's libraries on FP8 ZeRO, run by test_hf_trainer.py: several cases in one start of the ranks, which
+assert what each of them claims.
 
 deepspeed hf_cases.py OUT_FOLDER CASE:STAGE[:STATES or MODEL] [CASE:STAGE[:STATES or MODEL] ...]
 """
@@ -117,13 +118,15 @@ def computed_with(engine: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def differing(saved: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
-    """Names in both whose tensors are not equal, bit for bit."""
-    return [name for name in saved.keys() & expected.keys() if not torch.equal(saved[name], expected[name])]
+def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], num: int | None = None) -> None:
+    """What both have is equal, bit for bit, and is `num` tensors, or all that are expected."""
+    both = got.keys() & expected.keys()
+    assert len(both) == (len(expected) if num is None else num)
+    assert [name for name in both if not torch.equal(got[name], expected[name])] == []
 
 
-def num_weights(tensors: dict[str, torch.Tensor]) -> int:
-    return sum(tensor.numel() for tensor in tensors.values())
+def assert_learned(trainer: Any) -> None:
+    assert losses(trainer)[-1] < losses(trainer)[0] - 0.1, losses(trainer)
 
 
 def saved_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -136,17 +139,21 @@ def saved_weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name.replace(".weight", ".default.weight"): tensor for name, tensor in saved.items()}
 
 
-def trainer_resumes(out: Path, stage: int, states: str = "fp32") -> dict[str, Any]:
+NUM_FP8_WEIGHTS = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 160)
+
+
+def trainer_resumes(out: Path, stage: int, states: str = "fp32") -> None:
     """A whole model, with states of the optimizer in fp32 or FP8."""
-    return resumes(out, stage, llama, {"optimizer": {"states": states}})
+    resumes(out, stage, llama, {"optimizer": {"states": states}}, num=21)
 
 
-def lora_resumes(out: Path, stage: int) -> dict[str, Any]:
+def lora_resumes(out: Path, stage: int) -> None:
     """Adapters alone: neither checkpoint nor saved model has the frozen weights, which are the same in each start. They
-    were trained on FP8 weights, and are loaded into a bf16 model."""
+    were trained on FP8 weights; on the bf16 ones, and merged into them, they do the same."""
     from peft import PeftModel
 
-    found = resumes(out, stage, lambda: with_lora(llama()), LORA_BLOCK, learning_rate=3e-2)
+    # Two matrices for each of three linears in two layers.
+    trained = resumes(out, stage, lambda: with_lora(llama()), LORA_BLOCK, num=12, learning_rate=3e-2)
     torch.manual_seed(0)
     plain = llama().bfloat16().to(get_accelerator().current_device_name())
     batch = torch.stack([Sequences()[i]["input_ids"] for i in range(12)]).to(plain.device)
@@ -155,12 +162,17 @@ def lora_resumes(out: Path, stage: int) -> dict[str, Any]:
         loaded = PeftModel.from_pretrained(plain, str(out / "model"))
         in_bf16 = float(loaded(input_ids=batch, labels=batch).loss)
         merged = float(loaded.merge_and_unload()(input_ids=batch, labels=batch).loss)
-    files = sorted(path.name for path in (out / "model").iterdir())
-    return found | {"untrained": untrained, "in_bf16": in_bf16, "merged": merged, "files": files}
+    assert abs(in_bf16 - trained) < 0.02 and abs(merged - in_bf16) < 0.01 and untrained - in_bf16 > 0.1
+    assert (out / "model/adapter_model.safetensors").exists() and not (out / "model/model.safetensors").exists()
 
 
-def resumes(out: Path, stage: int, make: Callable[[], Any], fp8: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """Four steps with evaluation and gradient checkpointing, saved after two; the last two again from there."""
+def resumes(out: Path, stage: int, make: Callable[[], Any], fp8: dict[str, Any], num: int, **more: Any) -> float:
+    """Four steps with evaluation and gradient checkpointing, saved after two; the last two again from there, which
+    repeat every bit. What is saved is bf16 of the masters.
+
+    Returns:
+        The last loss of evaluation.
+    """
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     options |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
 
@@ -175,28 +187,22 @@ def resumes(out: Path, stage: int, make: Callable[[], Any], fp8: dict[str, Any],
     engine = first.deepspeed
     expected = masters(engine)
     exported = computed_with(engine) if fp8.get("optimizer") == {"states": "fp8"} else expected
-    found = {
-        "losses": losses(first),
-        "eval_losses": [row["eval_loss"] for row in first.state.log_history if "eval_loss" in row],
-        "fp8": engine.fp8_report(),
-        "checkpoints_activations": engine.module.is_gradient_checkpointing,
-    }
+    report, evaluated = engine.fp8_report(), [row["eval_loss"] for row in first.state.log_history if "eval_loss" in row]
+    assert report["num_fp8_weights"] == NUM_FP8_WEIGHTS and (num < 21 or report["gathered_fp8_bytes"] > 0)
+    assert engine.module.is_gradient_checkpointing and len(evaluated) == 2 and evaluated[1] < evaluated[0]
+    assert_learned(first)
     end(engine)
     second = trainer()
     second.train(resume_from_checkpoint=str(out / "checkpoint-2"))
-    again = masters(second.deepspeed)
+    assert losses(second) == losses(first)[-len(losses(second)) :]
+    assert_same(masters(second.deepspeed), expected)
     end(second.deepspeed)
-    saved = saved_weights(out / "model")
-    return found | {
-        "resumed": losses(second),
-        "masters_differ": differing(again, expected),
-        "saved_differ": differing(saved, exported),
-        "num_saved": len(saved.keys() & expected.keys()),
-        "num_masters": len(expected),
-    }
+    assert len(expected) == num
+    assert_same(saved_weights(out / "model"), exported)
+    return evaluated[-1]
 
 
-def pretrained(out: Path, stage: int) -> dict[str, Any]:
+def pretrained(out: Path, stage: int) -> None:
     """How fine-tuning starts: weights are read, in ZeRO-3 into shards; two steps at lr 0 and a save give them back."""
     torch.manual_seed(3)
     before = out / "before"
@@ -205,19 +211,13 @@ def pretrained(out: Path, stage: int) -> dict[str, Any]:
     dist.barrier()
     args = arguments(out, stage, max_steps=2, learning_rate=0.0)  # before from_pretrained, which asks it for the stage
     model = LlamaForCausalLM.from_pretrained(before)
-    is_sharded = hasattr(next(model.parameters()), "ds_id")
+    assert hasattr(next(model.parameters()), "ds_id") == (stage == 3)
     trainer = Trainer(model=model, args=args, train_dataset=Sequences())
     trainer.train()
     trainer.save_model(str(out / "after"))
-    plan = trainer.deepspeed.fp8_report()["plan"]
+    assert trainer.deepspeed.fp8_report()["plan"].startswith("fp8: 14 of 15 linears")
     end(trainer.deepspeed)
-    was, saved = saved_weights(before), saved_weights(out / "after")
-    return {
-        "is_sharded": is_sharded,
-        "plan": plan,
-        "differ": differing(saved, was),
-        "num": len(saved.keys() & was.keys()),
-    }
+    assert_same(saved_weights(out / "after"), saved_weights(before))
 
 
 def saved_by_stock(out: Path, stage: int, model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -236,20 +236,23 @@ def saved_by_stock(out: Path, stage: int, model: Any, weights: dict[str, torch.T
     return saved_weights(out)
 
 
-def models(out: Path, stage: int, only: str | None = None) -> dict[str, Any]:
-    """Families of models, or one, each trained a few steps and saved; and what stock code saves from their weights."""
+def models(out: Path, stage: int, only: str | None = None) -> None:
+    """Families of models, or one, each trained a few steps and saved, under the names and with the bits that stock code
+    gives the same weights: tied ones once or twice, experts one by one or together, as this transformers does it."""
     small = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16}
     gpt2 = {"vocab_size": 97, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
-    made: dict[str, Callable[[], Any]] = {
-        "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
-        "qwen3_tied": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True)),
-        "mixtral": mixtral,
-        "qwen3_moe_fp8_states": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **small)),
-        "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**gpt2)),
-        "gpt2_fp8_states": lambda: GPT2LMHeadModel(GPT2Config(**gpt2)),
+    made: dict[str, tuple[Callable[[], Any], str]] = {
+        "qwen2": (lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)), "14 of 15 linears"),
+        "qwen3_tied": (
+            lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True)),
+            "14 of 15 linears",
+        ),
+        "mixtral": (mixtral, EXPERTS),
+        "qwen3_moe_fp8_states": (lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **small)), EXPERTS),
+        "gpt2": (lambda: GPT2LMHeadModel(GPT2Config(**gpt2)), "8 of 9 linears"),
+        "gpt2_fp8_states": (lambda: GPT2LMHeadModel(GPT2Config(**gpt2)), "8 of 9 linears"),
     }
-    found = {}
-    for name, make in made.items():
+    for name, (make, plan) in made.items():
         if only not in (None, name):
             continue
         torch.manual_seed(0)
@@ -258,27 +261,20 @@ def models(out: Path, stage: int, only: str | None = None) -> dict[str, Any]:
         trainer.train()
         trainer.save_model(str(out / name))
         expected = computed_with(trainer.deepspeed) if fp8 else masters(trainer.deepspeed)
-        saved = saved_weights(out / name)
-        plan = trainer.deepspeed.fp8_report()["plan"]
+        assert_learned(trainer)
+        assert trainer.deepspeed.fp8_report()["plan"].startswith(f"fp8: {plan}")
         end(trainer.deepspeed)
         if dist.get_rank() == 0:
-            torch.save(expected, out / f"{name}-masters.pt")
-        stock = saved_by_stock(out / f"{name}-stock", stage, make(), expected)
-        found[name] = {
-            "losses": losses(trainer),
-            "plan": plan,
-            "folder": str(out / name),
-            "names": sorted(saved),
-            "stock_names": sorted(stock),
-            "saved_differ": differing(saved, stock) + differing(saved, expected),
-            "num_weights_saved": num_weights(saved),
-            "num_weights": num_weights(expected),
-        }
-    return found
+            torch.save(expected, out / name / "masters.pt")
+        saved, stock = saved_weights(out / name), saved_by_stock(out / f"{name}-stock", stage, make(), expected)
+        assert saved.keys() == stock.keys()
+        assert_same(saved, stock)
+        assert_same(saved, expected, len(saved.keys() & expected.keys()))
+        assert sum(p.numel() for p in saved.values()) >= sum(p.numel() for p in expected.values())
 
 
-def generation(out: Path, stage: int) -> dict[str, Any]:
-    """generate() on the trained engine's module: with ZeRO's hooks, and with them removed as TRL does."""
+def generation(out: Path, stage: int) -> None:
+    """generate() on the trained engine's module: with ZeRO's hooks, without them as in TRL, and with them again."""
     torch.manual_seed(0)
     args = arguments(out, stage, max_steps=40, learning_rate=1e-2)
     trainer = Trainer(model=llama(), args=args, train_dataset=Sequences())
@@ -295,13 +291,9 @@ def generation(out: Path, stage: int) -> dict[str, Any]:
     model.train()
     after = float(engine(input_ids=prompt, labels=prompt).loss)
     end(engine)
-    tokens = [found[0, 12:].tolist() for found in (hooked, removed, again)]
-    return {
-        "tokens": tokens,
-        "expected": (3 * torch.arange(12, 18) % 97).tolist(),
-        "loss": losses(trainer)[-1],
-        "after": after,
-    }
+    expected = (3 * torch.arange(12, 18) % 97).tolist()
+    assert [found[0, 12:].tolist() for found in (hooked, removed, again)] == [expected] * 3
+    assert after < 0.1, "training goes on"
 
 
 @contextmanager
@@ -327,8 +319,9 @@ def unwrapped(engine: Any) -> Iterator[Any]:
         offload._register_deepspeed_module(offload.module)
 
 
-def reference(out: Path, stage: int) -> dict[str, Any]:
-    """A reference model beside a policy, as TRL has one for DPO, KTO, GRPO and RLOO, and TR-DPO's sync of it.
+def reference(out: Path, stage: int) -> None:
+    """A reference model in bf16 beside a policy in FP8, as TRL has one for DPO, KTO, GRPO and RLOO, and TR-DPO's sync,
+    which reads FP8's values of the policy in stages 1 and 2, and bf16's in stage 3.
 
     Source: huggingface/trl 1.16 trl/models/utils.py, prepare_deepspeed; trl/trainer/callbacks.py, SyncRefModelCallback.
     """
@@ -344,7 +337,10 @@ def reference(out: Path, stage: int) -> dict[str, Any]:
     beside.eval()
     before = gathered(beside.module)
     trainer.train()
-    after, trained = gathered(beside.module), masters(trainer.deepspeed)
+    trained = masters(trainer.deepspeed)
+    assert trainer.deepspeed.fp8_report()["enabled"] and not beside.fp8_report()["enabled"]
+    assert losses(trainer)[-1] < losses(trainer)[0]
+    assert_same(gathered(beside.module), before)
     parameters = [*trainer.deepspeed.module.parameters(), *beside.module.parameters()]
     with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0, enabled=stage == 3):
         if stage != 3 or dist.get_rank() == 0:
@@ -352,16 +348,10 @@ def reference(out: Path, stage: int) -> dict[str, Any]:
                 p.data.mul_(0.5).add_(q.data, alpha=0.5)
     mixed = gathered(beside.module)
     errors = [float((mixed[n] - (before[n] + trained[n]) / 2).norm() / mixed[n].norm()) for n in mixed]
-    found = {
-        "losses": losses(trainer),
-        "is_fp8": [trainer.deepspeed.fp8_report()["enabled"], beside.fp8_report()["enabled"]],
-        "moved_in_training": differing(after, before),
-        "error_of_mixture": max(errors),
-        "policy_moved": differing(masters(trainer.deepspeed), trained),
-    }
+    assert max(errors) < (0.004 if stage == 3 else 0.02)
+    assert_same(masters(trainer.deepspeed), trained)
     beside.destroy()
     end(trainer.deepspeed)
-    return found
 
 
 def gathered(module: Any) -> dict[str, torch.Tensor]:
@@ -386,38 +376,39 @@ def mixtral() -> Any:
     return MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2))
 
 
-def lora_experts(out: Path, stage: int) -> dict[str, Any]:
+EXPERTS = "12 of 13 linears and weights of experts, "
+
+
+def lora_experts(out: Path, stage: int) -> None:
     """LoRA beside frozen experts in FP8; and on the parameters of experts, or of linears, which PEFT computes in each
-    forward."""
-    found: dict[str, Any] = {}
-    targets: dict[str, dict[str, Any]] = {
-        "beside": {"target_modules": ["q_proj", "v_proj"]},
-        "on": {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
-        "on_linears": {"target_modules": ["q_proj"], "target_parameters": ["v_proj.weight"]},
-    }
-    for name, more in targets.items():
+    forward: all learn as without FP8."""
+
+    def trained(more: dict[str, Any], fp8: dict[str, Any]) -> tuple[list[float], Any]:
         torch.manual_seed(0)
-        args = arguments(out / name, stage, LORA_BLOCK, max_steps=8, learning_rate=1e-2)
+        args = arguments(out, stage, fp8, max_steps=8, learning_rate=1e-2)
         trainer = Trainer(model=with_lora(mixtral(), **more), args=args, train_dataset=Sequences())
         trainer.train()
-        report = trainer.deepspeed.fp8_report()
-        moved = [n for n, p in masters(trainer.deepspeed).items() if "lora_B" in n and bool(p.any())]
-        end(trainer.deepspeed)
-        torch.manual_seed(0)
-        args = arguments(out / name, stage, {"enabled": False}, max_steps=8, learning_rate=1e-2)
-        plain = Trainer(model=with_lora(mixtral(), **more), args=args, train_dataset=Sequences())
-        plain.train()
-        end(plain.deepspeed)
-        found[name] = {
-            "losses": losses(trainer),
-            "in_bf16": losses(plain),
-            "plan": report["plan"],
-            "num_moved": len(moved),
-        }
-    return found
+        return losses(trainer), trainer.deepspeed
+
+    last = []
+    for num_linears, num_adapters, more in (
+        (21, 4, {"target_modules": ["q_proj", "v_proj"]}),
+        (25, 6, {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}),
+        (21, 4, {"target_modules": ["q_proj"], "target_parameters": ["v_proj.weight"]}),
+    ):
+        found, engine = trained(more, LORA_BLOCK)
+        plan = engine.fp8_report()["plan"]
+        assert plan.startswith(f"fp8: 12 of {num_linears} linears and weights of experts, ")
+        assert sum("lora_B" in name and bool(p.any()) for name, p in masters(engine).items()) == num_adapters
+        end(engine)
+        in_bf16, engine = trained(more, {"enabled": False})
+        end(engine)
+        assert max(abs(a - b) for a, b in zip(found, in_bf16, strict=True)) < 0.02
+        last.append(found[-1])
+    assert last[1] < last[0] - 0.1
 
 
-def accelerate(out: Path, stage: int) -> dict[str, Any]:
+def accelerate(out: Path, stage: int) -> None:
     """A loop of the user's own under Accelerate: state saved, loaded, and the model exported."""
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
@@ -450,29 +441,21 @@ def accelerate(out: Path, stage: int) -> dict[str, Any]:
     whole = steps(accelerator, model, optimizer, batches[:2])
     accelerator.save_state(str(out / "state"))
     whole += steps(accelerator, model, optimizer, batches[2:])
-    expected, report, num_processes = masters(model), model.fp8_report(), accelerator.num_processes
+    expected, report = masters(model), model.fp8_report()
+    assert report["num_fp8_weights"] == NUM_FP8_WEIGHTS and report["gathered_fp8_bytes"] > 0
+    assert whole[-1] < whole[0] - 0.1 and accelerator.num_processes == 2 and len(expected) == 21
     state = accelerator.get_state_dict(model)
     accelerator.unwrap_model(model).save_pretrained(
         str(out / "model"), is_main_process=accelerator.is_main_process, state_dict=state
     )
     accelerator.wait_for_everyone()
-    saved = saved_weights(out / "model")
+    assert_same(saved_weights(out / "model"), expected)
     end(model)
     accelerator, model, optimizer, loader = prepared()
     accelerator.load_state(str(out / "state"))
-    again = steps(accelerator, model, optimizer, batches[2:])
-    differ = differing(masters(model), expected)
+    assert steps(accelerator, model, optimizer, batches[2:]) == whole[2:]
+    assert_same(masters(model), expected)
     end(model)
-    return {
-        "num_processes": num_processes,
-        "losses": whole,
-        "fp8": report,
-        "resumed": again,
-        "masters_differ": differ,
-        "saved_differ": differing(saved, expected),
-        "num_saved": len(saved.keys() & expected.keys()),
-        "num_masters": len(expected),
-    }
 
 
 def end(engine: Any) -> None:
@@ -483,7 +466,7 @@ def end(engine: Any) -> None:
     gc.collect()
 
 
-CASES: dict[str, Callable[..., dict[str, Any]]] = {
+CASES: dict[str, Callable[..., None]] = {
     one.__name__: one
     for one in (*(trainer_resumes, lora_resumes, pretrained, models, generation, lora_experts, accelerate, reference),)
 }
@@ -496,9 +479,9 @@ def main() -> None:
         name, stage, *more = case.split(":")
         folder = Path(out, case.replace(":", "-"))
         folder.mkdir(parents=True, exist_ok=True)
-        result = CASES[name](folder, int(stage), *more)
+        print(f"case {case}", flush=True)
+        CASES[name](folder, int(stage), *more)
         dist.barrier()
-        Path(out, f"{folder.name}-{dist.get_rank()}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import pytest
 from fp8_ds.engine.seams import TESTED_VERSIONS
 
 STAGES = (1, 2, 3)
-HERE = Path(__file__).resolve()
 
 
 def train_and_resume(folder: str) -> dict[int, list[float]]:
@@ -56,15 +55,6 @@ def child(folder: str) -> dict[str, Any]:
     return {"version": seams.installed_version(), "guard": said, "losses": losses}
 
 
-CODE = f"""
-import importlib.util, json, sys
-spec = importlib.util.spec_from_file_location("versions", {str(HERE)!r})
-sys.modules["versions"] = module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-print("RESULT", json.dumps(module.child(sys.argv[1])))
-"""
-
-
 def installed_version() -> str:
     from importlib.metadata import version
 
@@ -80,12 +70,12 @@ def test_every_stage_trains_and_resumes_in_a_tested_version(
     if version != installed_version():
         folders = os.environ.get("FP8_DS_DEEPSPEED_DIRS")
         if not folders:
-            pytest.skip(f"DeepSpeed {version} NOT TESTED: FP8_DS_DEEPSPEED_DIRS is unset (see {HERE.name})")
+            pytest.skip(f"DeepSpeed {version} NOT TESTED: FP8_DS_DEEPSPEED_DIRS is unset (see test_versions.py)")
         folder = Path(folders) / f"ds-{version}"
         assert folder.is_dir(), f"FP8_DS_DEEPSPEED_DIRS: expected {folder}. pip install --no-deps --target it."
         paths.insert(0, str(folder))
     result = subprocess.run(
-        [sys.executable, "-c", CODE, str(tmp_path)],
+        [sys.executable, __file__, str(tmp_path)],
         stdout=-1,
         stderr=-2,
         text=True,
@@ -101,3 +91,7 @@ def test_every_stage_trains_and_resumes_in_a_tested_version(
     assert found["guard"] == []
     assert sorted(found["losses"]) == [str(stage) for stage in STAGES]
     assert all(losses[-1] < losses[0] for losses in found["losses"].values())
+
+
+if __name__ == "__main__":
+    print("RESULT", json.dumps(child(sys.argv[1])))

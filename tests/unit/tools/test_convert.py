@@ -176,20 +176,18 @@ def test_what_is_no_whole_model_or_makes_no_sense_is_refused_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_folder_with_something_in_it_is_not_written_to(tmp_path: Path) -> None:
-    source = write(tmp_path / "model", one=WEIGHTS)
-    with pytest.raises(ConfigError, match="expected an empty folder"):
-        convert(source, source, "universal", stage=2)
-
-
 @pytest.mark.parametrize("name", ["gone", "empty", "file.csv"])
-def test_a_model_without_a_configuration_is_refused_before_the_weights_are_read(tmp_path: Path, name: str) -> None:
+def test_a_model_without_a_configuration_and_a_folder_with_something_in_it_are_refused_before_weights_are_read(
+    tmp_path: Path, name: str
+) -> None:
     """What `save` has written would be refused as a save without a rank's file."""
     save(tmp_path / "ckpt", "one")
     (tmp_path / "empty").mkdir()
     (tmp_path / "file.csv").touch()
     with pytest.raises(ConfigError, match=f"--model: .*{name}"):
         convert(tmp_path / "ckpt", tmp_path / "out", "safetensors", model=tmp_path / name)
+    with pytest.raises(ConfigError, match="expected an empty folder"):
+        convert(tmp_path / "ckpt", tmp_path / "ckpt", "safetensors")
     assert not (tmp_path / "out").exists()
 
 
