@@ -11,7 +11,6 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 LINT_READY := $(VENV)/.ready-lint
 DOCS_READY := $(VENV)/.ready-docs
-ENGINE := $(VENV)/transformer_engine-python
 RECENT_TORCH := import torch; assert tuple(int(n) for n in torch.__version__.split('.')[:2]) >= (2, 11)
 # On a machine with GPUs, too: what asks DeepSpeed is told the CPU, and what asks torch sees none.
 ON_CPU := DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$(CURDIR)/.out/torch_extensions" PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
@@ -36,10 +35,6 @@ $(READY): pyproject.toml setup.py | $(PY)
 	$(PY) -m pip install -q --no-build-isolation -e ".[test]"
 	@touch $@
 
-# Python code alone, beside the environment and not in it: tests/distributed/transformer_engine_python.py.
-$(ENGINE): | $(READY)
-	$(PY) -m pip install -q --no-deps --target $@ transformer_engine==2.11.0
-
 $(LINT_READY): $(READY)
 	$(PY) -m pip install -q --no-build-isolation -e ".[dev]"
 	@touch $@
@@ -51,11 +46,11 @@ $(DOCS_READY): $(READY)
 demo: $(READY)
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) examples/deepspeed/demo.py $(DEMO_ARGS)
 
-test: $(READY) $(ENGINE)
+test: $(READY)
 	$(ON_CPU) $(PY) tests/build_op.py
 	$(ON_CPU) $(PY) -m pytest -q -n 2 --max-worker-restart 0 $(TEST_ARGS)
 
-test-slow: $(READY) $(ENGINE)
+test-slow: $(READY)
 	$(ON_CPU) $(PY) -m pytest -q -rs -m "slow and not gpu" $(TEST_ARGS)
 
 test-gpu: $(READY)

@@ -1,7 +1,5 @@
-"""FP8 weights under Megatron's distributed optimizer, as Transformer Engine has to read them.
-
-For a real one on GPUs (tests/gpu/megatron_checked.py), and for its tensors alone on a CPU (test_megatron_te_tensor.py).
-"""
+"""FP8 weights under Megatron's distributed optimizer, as Transformer Engine has to read them; for
+tests/gpu/megatron_checked.py."""
 
 from __future__ import annotations
 

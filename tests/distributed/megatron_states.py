@@ -122,7 +122,7 @@ def run(
     """A training with these masters; None: stock.
 
     Args:
-        engine: of FP8 weights: `STAND_IN`, or what transformer_engine_python.py gives.
+        engine: what makes FP8 weights.
         states: options of OptimizerStates.
         options: of Megatron's OptimizerConfig.
     """

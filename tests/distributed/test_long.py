@@ -13,7 +13,8 @@ import pytest
 import test_checkpoint as base
 import training
 from support.ranks import RankPool
-from test_checkpoint_universal import convert
+
+from fp8_ds.tools.convert import convert
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -77,7 +78,8 @@ def test_2000_steps_lose_no_memory_and_no_descriptor(patient_ranks: Any, tmp_pat
     for world in WORLDS:
         changes = before not in (0, world)
         if changes:
-            convert_newest(tmp_path)
+            shutil.rmtree(tmp_path / "universal", ignore_errors=True)
+            convert(tmp_path, tmp_path / "universal", "universal", stage=3)
         rounds.append(patient_ranks(world).run(one_round, str(tmp_path), world, before == 0, changes))
         before = world
     assert rounds[-1][0]["last"] == STEPS * len(WORLDS) == 2000
@@ -89,26 +91,12 @@ def test_2000_steps_lose_no_memory_and_no_descriptor(patient_ranks: Any, tmp_pat
             print(f"round {index}, rank {rank}: {found['kib']} KiB, {found['descriptors']} descriptors")
             assert grown < ALLOWED_KIB, (index, rank, found["kib"])
             assert found["descriptors"][STEPS] <= found["descriptors"][SETTLED], (index, rank, found["descriptors"])
-    assert_nothing_is_lost_over_rounds([of_ranks for world, of_ranks in zip(WORLDS, rounds, strict=True) if world == 2])
+    for rank in range(2):  # of the same processes: what each engine leaves behind does not add up
+        ends = [of_ranks[rank] for world, of_ranks in zip(WORLDS, rounds, strict=True) if world == 2]
+        kib, descriptors = ([found[key][STEPS] for found in ends] for key in ("kib", "descriptors"))
+        print(f"rank {rank}: {kib} KiB and {descriptors} descriptors at the ends of its rounds")
+        assert kib[-1] - kib[0] < ALLOWED_KIB_OVER_ROUNDS, kib
+        assert descriptors[-1] <= descriptors[0], descriptors
     mean = [sum(of_ranks[0]["losses"][-50:]) / 50 for of_ranks in rounds]
     assert mean[-1] < mean[0]
     assert all(after < 1.05 * before for before, after in itertools.pairwise(mean)), mean
-
-
-def assert_nothing_is_lost_over_rounds(rounds: list[list[dict[str, Any]]]) -> None:
-    """Of the same processes: what each engine leaves behind does not add up."""
-    for rank in range(2):
-        ends = [of_ranks[rank]["kib"][STEPS] for of_ranks in rounds]
-        descriptors = [of_ranks[rank]["descriptors"][STEPS] for of_ranks in rounds]
-        print(f"rank {rank}: {ends} KiB and {descriptors} descriptors at the ends of its rounds")
-        assert ends[-1] - ends[0] < ALLOWED_KIB_OVER_ROUNDS, ends
-        assert descriptors[-1] <= descriptors[0], descriptors
-
-
-def convert_newest(folder: Path) -> None:
-    """The checkpoint that `latest` names, as a universal one; `convert` takes it as global_step2."""
-    source = folder / "global_step2"
-    shutil.rmtree(folder / "universal", ignore_errors=True)
-    shutil.copytree(folder / (folder / "latest").read_text(), source)
-    convert(folder)
-    shutil.rmtree(source)

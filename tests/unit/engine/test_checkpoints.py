@@ -378,7 +378,9 @@ def test_what_is_unfinished_absent_or_added_is_refused(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "old" / MODEL, more)
     assert f"{more.name} is not in {MANIFEST}" in refusal(tmp_path)
     more.unlink()
-    for latest in ("who\0e", ""):
+    shutil.copytree(tmp_path / "old", tmp_path / "o[l]d")  # of it DeepSpeed opens the files of `old`
+    assert "pattern" in refusal(tmp_path, "o[l]d")
+    for latest in ("who\0e", "", "../old", str(tmp_path / "old")):
         (tmp_path / "latest").write_text(latest)
         assert "latest: expected names that stay in their folder" in refusal(tmp_path)
 
