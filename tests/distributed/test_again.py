@@ -54,10 +54,14 @@ def test_a_model_built_anew_goes_on_from_bf16_of_the_masters(folder: str) -> Non
     assert losses == sorted(losses, reverse=True)
 
 
-def evaluated(stage: int, fp8: dict[str, Any], has_block: bool, destroys: bool) -> dict[str, Any]:
-    """Losses of a trained model by its engine, and by one without an optimizer that is made of it; FP8 is unchanged."""
+@pytest.mark.parametrize(("stage", "has_block", "destroys"), [(1, False, False), (2, True, True), (3, False, True)])
+@on_ranks(2)
+def test_an_engine_without_an_optimizer_evaluates_the_model_of_another_as_it_is(
+    stage: int, has_block: bool, destroys: bool
+) -> None:
     import deepspeed
 
+    fp8 = {"linear": {"recipe": "delayed"}, "optimizer": {"states": "fp8"}}
     engine = training.build(training.ds_config(stage, fp8))
     training.train(engine, 3)
     engine.eval()
@@ -73,27 +77,14 @@ def evaluated(stage: int, fp8: dict[str, Any], has_block: bool, destroys: bool) 
         for module in net.modules():  # as Lightning does, for the hooks of the first would gather, too
             for hooks in (module._forward_hooks, module._forward_pre_hooks):
                 hooks.clear()
-    with training.log_lines() as said:
-        again = deepspeed.initialize(model=net, config=config)[0]
+    again = deepspeed.initialize(model=net, config=config)[0]
     again.eval()
     with torch.no_grad():
-        after = [float(again(batch)) for batch in batches]
+        assert [float(again(batch)) for batch in batches] == before
     if not destroys:
         training.assert_fp8_equals(weights, training.fp8_state(engine))
         training.destroy(engine)
     training.destroy(again)
-    return {"before": before, "after": after, "said": [line for line in said if "fp8: off" in line]}
-
-
-@pytest.mark.parametrize(("stage", "has_block", "destroys"), [(1, False, False), (2, True, True), (3, False, True)])
-def test_an_engine_without_an_optimizer_evaluates_the_model_of_another_as_it_is(
-    ranks: Any, stage: int, has_block: bool, destroys: bool
-) -> None:
-    fp8 = {"linear": {"recipe": "delayed"}, "optimizer": {"states": "fp8"}}
-    for rank, found in enumerate(ranks(2).run(evaluated, stage, fp8, has_block, destroys)):
-        assert found["after"] == found["before"]
-        assert len(found["said"]) == (has_block and rank == 0)
-        assert all("computes with the FP8 weights" in line for line in found["said"])
 
 
 STATES = {"optimizer": {"states": "fp8", "master": "e4m11"}}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,7 +9,9 @@ from unittest.mock import patch
 import pytest
 import test_checkpoint as base
 import test_pipeline
+import torch.distributed as dist
 import training
+from support.ranks import on_ranks
 from torch import Tensor
 
 pytestmark = pytest.mark.distributed
@@ -27,94 +28,70 @@ FITS = patch.multiple("fp8_ds.monitor.guard", UNDERFLOW=0.4)
 """A limit that this model does not pass as it is, though its gradients' underflow is that of untrained weights."""
 
 
-@FITS
-def watched(folder: str, stage: int, action: str, save_at: int) -> dict[str, Any]:
-    """Ten steps, every second one sampled, of a layer that underflows from the start; resumed at `save_at`."""
-
-    with training.log_lines() as said:
-        fp8 = {"guard": {"action": action}, "monitor": {"every": 2, "sink": f"{folder}/health.jsonl"}}
-
-        def engine(seed: int) -> tuple[Any, list[Any]]:
-            one = training.build(training.ds_config(stage, fp8), base.MODEL, seed)
-            one.module.blocks[1].up.register_forward_pre_hook(outlier)
-            return one, training.reports_of(one)
-
-        def go_on(one: Any) -> list[tuple[float, list[str]]]:
-            steps = range(save_at, 10)
-            return [(*training.train(one, 1, step), sorted(one.fp8.precision.in_bf16)) for step in steps]
-
-        through, reports = engine(0)
-        training.train(through, save_at)
-        through.save_checkpoint(folder)
-        num_before, num_said = len(reports), len(said)
-        steps = go_on(through)
-        training.destroy(through)
-        result: dict[str, Any] = {"through": (steps, reports[num_before:], said[num_said:])}
-        other, reports = engine(1)
-        if save_at > 1:
-            training.train(other, 1)  # a sample is under way, and is forgotten
-        other.load_checkpoint(folder)
-        num_said = len(said)
-        steps = go_on(other)
-        training.destroy(other)
-        result["resumed"] = steps, reports, said[num_said:]
-    for _, found, lines in result.values():
-        for report in found:
-            for key in ("gathered_bytes", "gathered_fp8_bytes"):  # in stage 3 a save gathers, too
-                report.pop(key)
-        lines[:] = [line for line in lines if "guard, step" in line]
-    return result
-
-
 @pytest.mark.parametrize(
-    ("stage", "action", "save_at", "names"),
+    ("stage", "action", "save_at", "named"),
     [
-        (2, "bf16", 2, [2]),  # sampled, and not judged yet
-        (3, "report", 3, []),  # named before the save; the next step is a sampled one
+        (2, "bf16", 2, True),  # sampled, and not judged yet
+        (3, "report", 3, False),  # named before the save; the next step is a sampled one
     ],
 )
+@on_ranks(2)
+@FITS
 def test_a_resumed_run_judges_what_the_run_before_would_have(
-    ranks: Any, tmp_path: Path, stage: int, action: str, save_at: int, names: list[int]
+    folder: str, stage: int, action: str, save_at: int, named: bool
 ) -> None:
-    for rank, result in enumerate(ranks(2).run(watched, str(tmp_path), stage, action, save_at)):
-        steps, reports, said = result["through"]
-        assert result["resumed"] == result["through"]
-        assert [report["step"] for report in reports] == [step for step in (2, 4, 6, 8, 10) if step >= save_at]
-        assert [f"guard, step {name}:" in line for name, line in zip(names, said, strict=False)] == [True] * len(said)
-        assert len(said) == (len(names) if rank == 0 else 0)
-        assert steps[-1][1] == (["blocks.1.up"] if action == "bf16" else [])
+    """Ten steps, every second one sampled, of a layer that underflows from the start; resumed at `save_at`."""
+    fp8 = {"guard": {"action": action}, "monitor": {"every": 2, "sink": f"{folder}/health.jsonl"}}
+
+    def start(seed: int) -> Any:
+        one = training.build(training.ds_config(stage, fp8), base.MODEL, seed)
+        one.module.blocks[1].up.register_forward_pre_hook(outlier)
+        return one
+
+    def go_on(one: Any) -> tuple[list[Any], list[Any], list[str]]:
+        reports = training.reports_of(one)
+        with training.log_lines() as said:
+            steps = [(*training.train(one, 1, step), sorted(one.fp8.precision.in_bf16)) for step in range(save_at, 10)]
+            training.destroy(one)
+        for report in reports:
+            for key in ("gathered_bytes", "gathered_fp8_bytes"):  # in stage 3 a save gathers, too
+                report.pop(key)
+        return steps, reports, [line for line in said if "guard, step" in line]
+
+    through = start(0)
+    training.train(through, save_at)
+    through.save_checkpoint(folder)
+    expected = steps, reports, said = go_on(through)
+    resumed = start(1)
+    training.train(resumed, 1)  # a sample is under way, and is forgotten
+    resumed.load_checkpoint(folder)
+    assert go_on(resumed) == expected
+    assert [report["step"] for report in reports] == [step for step in (2, 4, 6, 8, 10) if step >= save_at]
+    assert len(said) == (named and dist.get_rank() == 0) and all("blocks.1.up" in line for line in said)
+    assert steps[-1][1] == (["blocks.1.up"] if action == "bf16" else [])
 
 
+@pytest.mark.parametrize(("recipe", "is_late"), [("tensorwise", False), ("delayed", True)])
+@on_ranks(2)
 @patch.multiple("fp8_ds.monitor.guard", UNDERFLOW=0.9)
-def skipped_in_a_sample(folder: str, recipe: str, is_late: bool) -> tuple[int, list[str], list[float]]:
-    """(skipped steps, layers in bf16 afterwards, `step_skipped` of the reports) where one loss is NaN."""
-    fp8 = {
-        "linear": {"recipe": recipe},
-        "guard": {"action": "bf16"},
-        "monitor": {"every": 2, "sink": f"{folder}/health.jsonl"},
-    }
+def test_a_step_that_was_skipped_puts_no_layer_into_bf16(folder: str, recipe: str, is_late: bool) -> None:
+    """One loss of a sampled step is NaN."""
+    fp8: dict[str, Any] = {"linear": {"recipe": recipe}, "guard": {"action": "bf16"}}
+    fp8 |= {"monitor": {"every": 2, "sink": f"{folder}/health.jsonl"}}
     if is_late:
         fp8["optimizer"] = {"states": "fp8"}
     engine = training.build(training.ds_config(2, fp8, bf16={"check_grad_overflow": not is_late}), base.MODEL)
     if is_late:
         engine.optimizer.fp8_flag = training.late_flag()
+    reports = training.reports_of(engine)
     training.train(engine, 3)
     handle = engine.module.register_forward_hook(lambda module, inputs, loss: loss * float("nan"))
     training.train(engine, 1, first_step=3)
     handle.remove()
     training.train(engine, 3, first_step=4)
-    skipped, in_bf16 = engine.skipped_steps, sorted(engine.fp8.precision.in_bf16)
+    assert engine.skipped_steps == 1 and engine.fp8.precision.in_bf16 == frozenset()
     training.destroy(engine)
-    lines = [json.loads(line) for line in Path(folder, "health.jsonl").read_text().splitlines()]
-    return skipped, in_bf16, [line["step_skipped"] for line in lines]
-
-
-@pytest.mark.parametrize(("recipe", "is_late"), [("tensorwise", False), ("delayed", True)])
-def test_a_step_that_was_skipped_puts_no_layer_into_bf16(
-    ranks: Any, tmp_path: Path, recipe: str, is_late: bool
-) -> None:
-    for result in ranks(2).run(skipped_in_a_sample, str(tmp_path), recipe, is_late):
-        assert result == (1, [], [0.0, 1.0, 0.0])
+    assert [report["step_skipped"] for report in reports] == [0.0, 1.0, 0.0]
 
 
 def states(engine: Any) -> dict[str, Any]:
@@ -125,8 +102,6 @@ def states(engine: Any) -> dict[str, Any]:
 def sent(folder: str, stage: int, more: dict[str, Any], by: str) -> dict[str, Any]:
     """14 steps with the outlier in steps 4 to 10. Before step 7 the guard, a listener of the user's or a call sends its
     layer to bf16, and a call brings it back before step 11."""
-    import torch.distributed as dist
-
     fp8 = {
         "monitor": {"every": 2, "sink": f"{folder}/health.jsonl"},
         **more,

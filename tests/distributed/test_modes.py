@@ -8,17 +8,10 @@ import pytest
 import torch
 import training
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from support.ranks import on_ranks
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.distributed
-
-
-def result_of(engine: Any, num_steps: int = 4) -> dict[str, Any]:
-    first = training.fp8_state(engine)
-    result = {"first": first, "losses": training.train(engine, num_steps), "last": training.fp8_state(engine)}
-    result["masters"] = training.full_masters(engine)
-    training.destroy(engine)
-    return result
 
 
 def with_zero_init(how: str, fp8: dict[str, Any] | None) -> dict[str, Any]:
@@ -28,7 +21,7 @@ def with_zero_init(how: str, fp8: dict[str, Any] | None) -> dict[str, Any]:
     config = training.ds_config(3, fp8)
     torch.manual_seed(0)
     net = training.TinyLM()
-    if how in ("converted", "converted in fp32"):
+    if how.startswith("converted"):
         net = net.bfloat16() if how == "converted" else net
         deepspeed.zero.Init(module=net, config_dict_or_path=config, dtype=torch.bfloat16)
     elif how == "filled":
@@ -40,32 +33,26 @@ def with_zero_init(how: str, fp8: dict[str, Any] | None) -> dict[str, Any]:
             with deepspeed.zero.GatheredParameters(p, modifier_rank=0), torch.no_grad():
                 p.copy_(whole[name] if torch.distributed.get_rank() == 0 else torch.zeros(()))
     engine = deepspeed.initialize(model=net, model_parameters=list(net.parameters()), config=config)[0]
-    start = training.full_masters(engine)
-    if fp8 is not None:
-        return result_of(engine) | {"start": start}
+    start, first = training.full_masters(engine), training.fp8_state(engine) if fp8 is not None else {}
     losses = training.train(engine, 4)
     training.destroy(engine)
-    return {"losses": losses, "start": start}
+    return {"losses": losses, "start": start, "first": first}
 
 
-@pytest.fixture(scope="module")
-def whole(ranks: Any) -> list[dict[str, Any]]:
-    return list(ranks(2).run(with_zero_init, "whole", {}))
+@on_ranks(2)
+def test_zero_init_gives_the_weights_of_a_whole_model() -> None:
+    whole, *others = (with_zero_init(how, {}) for how in ("whole", "converted", "filled"))
+    for other in others:
+        training.assert_fp8_equals(other["first"], whole["first"])
+        assert other["losses"] == whole["losses"]
 
 
-@pytest.mark.parametrize("how", ["converted", "filled"])
-def test_zero_init_gives_the_weights_of_a_whole_model(ranks: Any, whole: list[dict[str, Any]], how: str) -> None:
-    for ours, theirs in zip(ranks(2).run(with_zero_init, how, {}), whole, strict=True):
-        training.assert_fp8_equals(ours["first"], theirs["first"])
-        assert ours["losses"] == theirs["losses"]
-
-
-def test_zero_init_of_an_fp32_model_keeps_the_masters_of_stock(ranks: Any) -> None:
-    stock = ranks(2).run(with_zero_init, "converted in fp32", None)
-    for ours, theirs in zip(ranks(2).run(with_zero_init, "converted in fp32", {}), stock, strict=True):
-        assert all(torch.equal(ours["start"][name], master) for name, master in theirs["start"].items())
-        training.assert_fp8_follows_masters(ours["first"], ours["start"])
-        assert max(abs(a - b) for a, b in zip(ours["losses"], theirs["losses"], strict=True)) < 0.02
+@on_ranks(2)
+def test_zero_init_of_an_fp32_model_keeps_the_masters_of_stock() -> None:
+    stock, ours = (with_zero_init("converted in fp32", fp8) for fp8 in (None, {}))
+    assert all(torch.equal(ours["start"][name], master) for name, master in stock["start"].items())
+    training.assert_fp8_follows_masters(ours["first"], ours["start"])
+    assert max(abs(a - b) for a, b in zip(ours["losses"], stock["losses"], strict=True)) < 0.02
 
 
 class Adapter(nn.Module):
@@ -126,28 +113,27 @@ def test_adapters_in_float32_on_a_base_that_zero_init_has_cut(
             torch.testing.assert_close(ours["read"][name].float(), master, rtol=rtol, atol=0)
 
 
-def with_default_dtype(stage: int, fp8: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+def with_default_dtype(stage: int, fp8: dict[str, Any], dtype: torch.dtype) -> tuple[list[float], Any, Any]:
     """Losses, bytes and masters of a model whose engine is built and trained with torch's default dtype changed."""
     import deepspeed
 
     torch.manual_seed(0)
     net = training.TinyLM(width=32, hidden=64, num_blocks=1)
     config = training.ds_config(stage, {"monitor": {"every": 1, "sink": "/dev/null"}, **fp8})
-    batches = training.micro_batches(0, 3)  # their noise is drawn in the default dtype
+    batches, losses = training.micro_batches(0, 3), []  # their noise is drawn in the default dtype
     torch.set_default_dtype(dtype)
     try:
         engine = deepspeed.initialize(model=net, model_parameters=list(net.parameters()), config=config)[0]
-        losses = []
         for batch in batches:
             loss = engine(batch.to(engine.device))
             engine.backward(loss)
             engine.step()
             losses.append(float(loss))
-        state, masters = training.fp8_state(engine), training.full_masters(engine)
+        found = losses, training.fp8_state(engine), training.full_masters(engine)
     finally:
         torch.set_default_dtype(torch.float32)
-        training.destroy(engine)
-    return {"losses": losses, "state": state, "masters": masters}
+    training.destroy(engine)
+    return found
 
 
 STATES = {"optimizer": {"states": "fp8", "release": True, "release_clipping": "delayed_norm"}}
@@ -157,12 +143,13 @@ STATES = {"optimizer": {"states": "fp8", "release": True, "release_clipping": "d
     ("stage", "fp8"),
     [(2, {"linear": {"recipe": "delayed"}}), (2, STATES), (3, {"optimizer": {"states": "fp8"}})],
 )
-def test_torchs_default_dtype_changes_no_bit(ranks: Any, stage: int, fp8: dict[str, Any]) -> None:
+@on_ranks(1)
+def test_torchs_default_dtype_changes_no_bit(stage: int, fp8: dict[str, Any]) -> None:
     """As in a script that has made its model under `torch.set_default_dtype(torch.bfloat16)`, and left it at that."""
-    left, right = (ranks(1).run(with_default_dtype, stage, fp8, dtype)[0] for dtype in (torch.float32, torch.bfloat16))
-    assert left["losses"] == right["losses"]
-    training.assert_fp8_equals(left["state"], right["state"])
-    assert all(torch.equal(master, right["masters"][name]) for name, master in left["masters"].items())
+    left, right = (with_default_dtype(stage, fp8, dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert left[0] == right[0]
+    training.assert_fp8_equals(left[1], right[1])
+    assert all(torch.equal(master, right[2][name]) for name, master in left[2].items())
 
 
 E4M11 = {"optimizer": {"states": "fp8", "master": "e4m11"}}
@@ -209,15 +196,14 @@ CHANGES: dict[str, tuple[dict[str, Any], str, bool]] = {
         (3, E4M11, ("offload", "persistent")),
     ],
 )
-def test_how_a_step_is_made_changes_no_bit(
-    ranks: Any, stage: int, fp8: dict[str, Any], changes: tuple[str, ...]
-) -> None:
-    plain = ranks(2).run(changed, stage, fp8, {"overlap_comm": False}, "", False)
+@on_ranks(2)
+def test_how_a_step_is_made_changes_no_bit(stage: int, fp8: dict[str, Any], changes: tuple[str, ...]) -> None:
+    plain = changed(stage, fp8, {"overlap_comm": False}, "", False)
     for change in changes:
-        for ours, theirs in zip(ranks(2).run(changed, stage, fp8, *CHANGES[change]), plain, strict=True):
-            assert ours["losses"] == theirs["losses"], change
-            training.assert_fp8_equals(ours["first"], theirs["first"])
-            training.assert_fp8_equals(ours["last"], theirs["last"])
+        ours = changed(stage, fp8, *CHANGES[change])
+        assert ours["losses"] == plain["losses"], change
+        training.assert_fp8_equals(ours["first"], plain["first"])
+        training.assert_fp8_equals(ours["last"], plain["last"])
 
 
 def with_flops_profiler(stage: int, fp8: dict[str, Any] | None) -> dict[str, int]:

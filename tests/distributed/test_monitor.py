@@ -99,12 +99,12 @@ def evaluating(trains_in_eval: bool) -> list[list[int]]:
     return [[one["num"] for kinds in r["layers"].values() for one in kinds.values()] for r in reports]
 
 
-def test_evaluations_between_steps_are_no_part_of_a_sample(ranks: Any) -> None:
+@on_ranks(2)
+def test_evaluations_between_steps_are_no_part_of_a_sample() -> None:
     """They were counted as if they were micro-batches, and generation, token by token, was slowed down by it."""
-    evaluated = ranks(2).run(evaluating, False)[0]
+    evaluated = evaluating(False)
     assert len(evaluated) == 3 and evaluated[0] == evaluated[1] == evaluated[2] and min(evaluated[0]) > 0
-    in_eval_mode = ranks(2).run(evaluating, True)[0]  # a model that nobody has put into training mode
-    assert in_eval_mode == evaluated
+    assert evaluating(True) == evaluated  # a model that nobody has put into training mode
 
 
 def what_ran(fp8: dict[str, Any]) -> set[str]:

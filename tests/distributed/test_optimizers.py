@@ -72,49 +72,42 @@ def test_a_learning_rate_of_one_ranks_own_is_an_error_where_the_host_learns_of_i
     training.destroy(engine)
 
 
-def weights_in_no_group(stage: int, num_left: int) -> Any:
-    """Train with the first `num_left` up-projections in no parameter group; (plan, losses, class and values of one)."""
+@pytest.mark.parametrize(("stage", "num_left"), [(2, 2), (3, 2), (3, 7)])
+@on_ranks(2)
+def test_trainable_weights_in_no_parameter_group_stay_bf16_and_unchanged(stage: int, num_left: int) -> None:
+    """Where no linear is in a group, the engine is a stock one."""
     import deepspeed
 
     torch.manual_seed(0)
     net = training.TinyLM()
-    linears = [m for m in net.modules() if type(m) is torch.nn.Linear]
-    ups = [block.up for block in net.blocks][:num_left] if num_left < 9 else linears
-    left = {id(linear.weight) for linear in ups}
+    linears = [block.up for block in net.blocks] + [m for m in net.modules() if type(m) is torch.nn.Linear]
+    left = {id(linear.weight) for linear in linears[: num_left if num_left == 2 else None]}
     params = [p for p in net.parameters() if id(p) not in left]
-    before = ups[0].weight.detach().clone()
+    weight = net.blocks[0].up.weight
+    before = weight.detach().clone()
     engine = deepspeed.initialize(model=net, model_parameters=params, config=training.ds_config(stage, {}))[0]
     report, losses = engine.fp8_report(), training.train(engine, 3)
-    with deepspeed.zero.GatheredParameters([ups[0].weight], enabled=stage == 3):
-        after = ups[0].weight.detach().clone()
-    same = torch.equal(after, before.bfloat16())
-    name = type(net.blocks[0].up).__name__
-    training.destroy(engine)
-    return report, losses, name, same
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_trainable_weights_in_no_parameter_group_stay_bf16_and_unchanged(ranks: Any, stage: int) -> None:
-    for report, losses, name, same in ranks(2).run(weights_in_no_group, stage, 2):
+    with deepspeed.zero.GatheredParameters([weight], enabled=stage == 3):
+        assert torch.equal(weight.detach(), before.bfloat16())
+    if num_left == 2:
         assert "4 of 7 linears" in report["plan"] and "in no parameter group" in report["plan"]
-        assert name == "Linear" and same and losses[-1] < losses[0]
+    else:
+        assert report == {"enabled": False}
+    assert type(net.blocks[0].up) is torch.nn.Linear and losses[-1] < losses[0]
+    training.destroy(engine)
 
 
-def test_an_optimizer_of_other_parameters_only_leaves_a_stock_engine(ranks: Any) -> None:
-    for report, losses, name, same in ranks(2).run(weights_in_no_group, 3, 9):
-        assert report == {"enabled": False} and name == "Linear" and same and losses[-1] < losses[0]
-
-
-def without_optimizer(stage: int) -> tuple[str, bool, list[str], bool]:
-    """A reference model: (engine class, whether FP8, notices, whether its loss is that of stock). The block would
-    refuse its few layers if it trained.
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_engine_without_optimizer_stays_bf16_and_says_so(stage: int) -> None:
+    """A reference model. The block would refuse its few layers if it trained.
 
     Source of stage 0: huggingface/trl 1.16 trl/models/utils.py, prepare_deepspeed: beside a policy of stage 1 or 2.
     """
     import deepspeed
 
     losses = []
-    with training.log_lines() as notices:
+    with training.log_lines() as said:
         for fp8 in ({"linear": {"num_layers_at_start_in_bf16": 90}}, None):
             config = training.ds_config(stage, fp8)
             del config["optimizer"]
@@ -123,15 +116,7 @@ def without_optimizer(stage: int) -> tuple[str, bool, list[str], bool]:
             with torch.no_grad():
                 losses.append(float(engine(training.micro_batches(0, 1)[0])))
             if fp8 is not None:
-                kind, is_fp8 = type(engine).__name__, engine.fp8_report()["enabled"]
+                assert type(engine).__name__ == "Fp8DeepSpeedEngine" and not engine.fp8_report()["enabled"]
             training.destroy(engine)
-    return kind, is_fp8, [line for line in notices if line.startswith("fp8")], losses[0] == losses[1]
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_engine_without_optimizer_stays_bf16_and_says_so(ranks: Any, stage: int) -> None:
-    results = ranks(2).run(without_optimizer, stage)
-    for rank, (kind, is_fp8, notices, same_loss) in enumerate(results):
-        assert (kind, is_fp8, same_loss) == ("Fp8DeepSpeedEngine", False, True)
-        assert len(notices) == (1 if rank == 0 else 0)
-    assert "no optimizer" in results[0][2][0] and "stays bf16" in results[0][2][0]
+    assert losses[0] == losses[1]
+    assert sum(line.startswith("fp8") and "no optimizer" in line for line in said) == (dist.get_rank() == 0)

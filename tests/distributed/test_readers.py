@@ -181,78 +181,56 @@ def test_weight_used_by_another_module_has_its_true_value_and_gradient(ranks: An
     assert ours["losses"][-1] < 0.9 * ours["losses"][0]
 
 
-def evaluating(stage: int, evaluates: bool) -> tuple[list[float], set[float]]:
-    """Losses of training, and those of one batch in between, by all ways of evaluating it."""
-    engine = training.build(training.ds_config(stage, {}))
-    batch = training.micro_batches(77, 1)[0]
-    losses, evaluated = training.train(engine, 2), set()
-    if evaluates:
-        evaluated.add(float(engine(batch)))  # training mode, no backward after it
-        for in_training, context in ((True, torch.no_grad), (False, torch.no_grad), (False, torch.inference_mode)):
-            engine.train(in_training)
-            with context():
-                evaluated.add(float(engine(batch)))
-        engine.train()
-    losses += training.train(engine, 2, first_step=2)
-    training.destroy(engine)
-    return losses, evaluated
-
-
 @pytest.mark.parametrize("stage", [2, 3])
-def test_evaluation_has_the_loss_of_training_and_leaves_no_trace(ranks: Any, stage: int) -> None:
-    plain = ranks(2).run(evaluating, stage, False)
-    for (losses, evaluated), (without, _) in zip(ranks(2).run(evaluating, stage, True), plain, strict=True):
-        assert len(evaluated) == 1 and losses == without
+@on_ranks(2)
+def test_evaluation_has_the_loss_of_training_and_leaves_no_trace(stage: int) -> None:
+    batch, found = training.micro_batches(77, 1)[0], []
+    for evaluates in (False, True):
+        engine = training.build(training.ds_config(stage, {}))
+        losses = training.train(engine, 2)
+        if evaluates:
+            evaluated = {float(engine(batch))}  # training mode, no backward after it
+            for in_training, context in ((True, torch.no_grad), (False, torch.no_grad), (False, torch.inference_mode)):
+                engine.train(in_training)
+                with context():
+                    evaluated.add(float(engine(batch)))
+            assert len(evaluated) == 1
+            engine.train()
+        found.append(losses + training.train(engine, 2, first_step=2))
+        training.destroy(engine)
+    assert found[0] == found[1]
 
 
-def copied(stage: int, fp8: dict[str, Any] | None, in_bf16: str | None) -> dict[str, Any]:
-    """Losses of copies of the model, as moving averages and reference models start with."""
-    engine = training.build(training.ds_config(stage, fp8))
-    if in_bf16 is not None:
-        engine.set_layer_precision(in_bf16, "bf16")
+@on_ranks(2)
+def test_a_copy_of_the_model_computes_what_it_did_and_has_no_engine() -> None:
+    """As moving averages and reference models start."""
+    engine = training.build(training.ds_config(2, SPLIT | {"linear": {"recipe": "delayed"}}))
+    engine.set_layer_precision("blocks.1", "bf16")
     training.train(engine, 2)
     batch = training.micro_batches(77, 1)[0]
-    copy_of_model, wrong = copy.deepcopy(engine.module), []
-    for (name, p), of_copy in zip(engine.module.named_parameters(), copy_of_model.parameters(), strict=True):
-        if not (type(of_copy) is torch.nn.Parameter and torch.equal(p.detach(), of_copy)):
-            wrong.append(name)
+    copied = copy.deepcopy(engine.module)
+    for (name, p), of_copy in zip(engine.module.named_parameters(), copied.parameters(), strict=True):
+        assert type(of_copy) is torch.nn.Parameter and torch.equal(p.detach(), of_copy), name
     buffer = io.BytesIO()
-    torch.save(copy_of_model.blocks, buffer)  # not the whole: a hook that DeepSpeed gives the model is no global
+    torch.save(copied.blocks, buffer)  # not the whole: a hook that DeepSpeed gives the model is no global
     buffer.seek(0)
-    loaded = copy.deepcopy(copy_of_model)
+    loaded = copy.deepcopy(copied)
     loaded.blocks = torch.load(buffer, weights_only=False)
-    models = [engine, copy_of_model, copy.deepcopy(copy_of_model), loaded, copy.deepcopy(loaded).float().bfloat16()]
     with torch.no_grad():
-        losses = [float(model(batch)) for model in models]
-    losses.append(float(copy_of_model(batch)))  # with gradients
+        losses = {float(model(batch)) for model in (engine, copied, loaded, copy.deepcopy(loaded).float().bfloat16())}
     training.train(engine, 2, first_step=2)
-    with torch.no_grad():
-        losses.append(float(copy_of_model(batch)))
     with training.log_lines() as said:
-        state = copy_of_model.state_dict()
-    copy_of_model.load_state_dict({name: value.clone() for name, value in state.items()})
-    optimizer, alone = torch.optim.AdamW(copy_of_model.parameters(), lr=3e-3), []
+        copied.load_state_dict({name: value.clone() for name, value in copied.state_dict().items()})
+    assert said == []
+    training.destroy(engine)
+    optimizer, alone = torch.optim.AdamW(copied.parameters(), lr=3e-3), []
     for _ in range(6):
         optimizer.zero_grad()
-        loss = copy_of_model(batch)
+        loss = copied(batch)
         loss.backward()
         optimizer.step()
         alone.append(float(loss))
-    training.destroy(engine)
-    return {"wrong": wrong, "losses": losses, "said": said, "alone": alone}
-
-
-@pytest.mark.parametrize(
-    ("stage", "fp8", "in_bf16"),
-    [(2, SPLIT | {"linear": {"recipe": "delayed"}}, "blocks.1")],
-)
-def test_a_copy_of_the_model_computes_what_it_did_and_has_no_engine(
-    ranks: Any, stage: int, fp8: dict[str, Any], in_bf16: str | None
-) -> None:
-    for result in ranks(2).run(copied, stage, fp8, in_bf16):
-        assert result["wrong"] == result["said"] == []
-        assert len(set(result["losses"])) == 1, result["losses"]
-        assert result["alone"][0] == result["losses"][0] and result["alone"][-1] < result["alone"][0] - 0.1
+    assert losses == {alone[0]} and alone[-1] < alone[0] - 0.1
 
 
 @on_ranks(2)

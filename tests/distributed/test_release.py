@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from support.ranks import on_ranks
 from test_states import assert_same_everything, everything, shared_states
 from torch import nn
 
-from fp8_ds import UnsupportedError
+from fp8_ds import ConfigError, UnsupportedError
 
 pytestmark = pytest.mark.distributed
 
@@ -182,29 +182,24 @@ WRONG: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-def refuse_what_contradicts_release() -> None:
+@on_ranks(2)
+def test_what_contradicts_release_is_refused_on_all_ranks() -> None:
     """Also a pipeline, tensor parallelism, and gradients that the caller accumulates."""
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.utils import groups
     from test_tp_llama import tp_engine
 
-    from fp8_ds import ConfigError
-
     fp8 = block("e4m19", True, release_clipping="delayed_norm")
-    attempts: list[Callable[[], Any]] = [lambda at=at: build(at[0], fp8, TINY, **at[1]) for at in WRONG]  # type: ignore[misc]
+    attempts: list[Callable[[], Any]] = [partial(build, stage, fp8, TINY, **more) for stage, more in WRONG]
     if hasattr(DeepSpeedEngine, "managed_gradient_accumulation"):  # DeepSpeed has it since 0.19.8
-        attempts.append(lambda: build(2, fp8, TINY, managed_gradient_accumulation=False))
-    attempts.append(lambda: test_pipeline.pipeline(fp8, "balanced", 1, num_micro_batches=1))
-    attempts += [lambda stage=stage: tp_engine(training.ds_config(stage, fp8), 2) for stage in (2, 3)]  # type: ignore[misc]
+        attempts.append(partial(build, 2, fp8, TINY, managed_gradient_accumulation=False))
+    attempts.append(partial(test_pipeline.pipeline, fp8, "balanced", 1, num_micro_batches=1))
+    attempts += [partial(tp_engine, training.ds_config(stage, fp8), 2) for stage in (2, 3)]
     for attempt in attempts:
         with pytest.raises(ConfigError, match=r"fp8\.optimizer\.release: expected false with"):
             attempt()
         groups.mpu = None  # which DeepSpeed keeps for whatever engine comes next
     dist.barrier()  # no rank is inside a collective of its own
-
-
-def test_what_contradicts_release_is_refused_on_all_ranks(ranks: Any) -> None:
-    ranks(2).run(refuse_what_contradicts_release)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -227,26 +222,6 @@ def test_readers_of_freed_gradients_raise_on_all_ranks_by_name(stage: int) -> No
 # --- gradients that are not finite ---
 
 
-def broken_bucket(stage: int, master: str, value: float, recipe: str) -> dict[str, Any]:
-    """Two good steps, one with a bad gradient of one bias on the last rank, one good step."""
-    engine = build(stage, block(master, True, linear={"recipe": recipe}), MODEL)
-    training.train(engine, 2)
-    before, buckets = everything(engine), count_buckets(engine, names=True)
-    is_on = dist.get_rank() == dist.get_world_size() - 1
-    handle = engine.module.blocks[1].norm.bias.register_hook(lambda grad: grad * value if is_on else grad)
-    training.train(engine, 1, first_step=2)
-    handle.remove()
-    after, skipped, norm = everything(engine), engine.skipped_steps, float(engine.get_global_grad_norm())
-    (bad,) = [bucket for bucket in buckets if "blocks.1.norm.bias" in bucket]
-    overflow = bool(engine.optimizer.overflow)
-    losses = training.train(engine, 1, first_step=3)
-    last, then = everything(engine), (engine.skipped_steps, bool(engine.optimizer.overflow))
-    training.destroy(engine)
-    parts = {"before": before, "after": after, "last": last}
-    flags = {"skipped": skipped, "overflow": overflow, "norm": norm, "then": then}
-    return {**parts, **flags, "bad": bad, "num_buckets": len(buckets), "loss": losses[0]}
-
-
 def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
     return all(torch.equal(value, right[key]) for key, value in left.items() if torch.is_tensor(value))
 
@@ -255,72 +230,68 @@ def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
     ("stage", "master", "value", "recipe"),
     [(2, "e4m19", float("nan"), "delayed"), (3, "e4m11", float("-inf"), "tensorwise")],
 )
+@on_ranks(2)
 def test_a_bucket_with_a_gradient_that_is_not_finite_is_skipped_alone_on_all_ranks(
-    ranks: Any, stage: int, master: str, value: float, recipe: str
+    stage: int, master: str, value: float, recipe: str
 ) -> None:
-    for result in ranks(2).run(broken_bucket, stage, master, value, recipe):
-        assert 2 <= len(result["bad"]) < 15 and result["num_buckets"] >= 3
-        assert any(name.endswith((".up.weight", ".down.weight")) for name in result["bad"])
-        before, after, last = result["before"], result["after"], result["last"]
-        for name, state in before["local"].items():
-            assert same(state, after["local"][name]) == (name in result["bad"]), name
-            assert not same(after["local"][name], last["local"][name]), name
-        for name, state in before["bytes"].items():
-            assert same(state, after["bytes"][name]) == (name in result["bad"]), name
-        for name, master_before in before["masters"][""].items():
-            assert torch.equal(master_before, after["masters"][""][name]) == (name in result["bad"]), name
-        assert result["skipped"] == 1 and result["overflow"] and not math.isfinite(result["norm"])
-        assert result["then"] == (1, False) and result["loss"] == pytest.approx(4.3, abs=0.5)
+    """Two good steps, one with a bad gradient of one bias on the last rank, one good step."""
+    engine = build(stage, block(master, True, linear={"recipe": recipe}), MODEL)
+    training.train(engine, 2)
+    before, buckets = everything(engine), count_buckets(engine, names=True)
+    factor = value if dist.get_rank() == 1 else 1.0
+    handle = engine.module.blocks[1].norm.bias.register_hook(lambda grad: grad * factor)
+    training.train(engine, 1, first_step=2)
+    handle.remove()
+    after = everything(engine)
+    assert engine.skipped_steps == 1 and engine.optimizer.overflow
+    assert not math.isfinite(float(engine.get_global_grad_norm()))
+    (bad,) = [bucket for bucket in buckets if "blocks.1.norm.bias" in bucket]
+    assert 2 <= len(bad) < 15 and len(buckets) >= 3
+    assert any(name.endswith((".up.weight", ".down.weight")) for name in bad)
+    [loss] = training.train(engine, 1, first_step=3)
+    last = everything(engine)
+    assert engine.skipped_steps == 1 and not engine.optimizer.overflow and loss == pytest.approx(4.3, abs=0.5)
+    training.destroy(engine)
+    for name, state in before["local"].items():
+        assert same(state, after["local"][name]) == (name in bad), name
+        assert not same(after["local"][name], last["local"][name]), name
+    for name, state in before["bytes"].items():
+        assert same(state, after["bytes"][name]) == (name in bad), name
+    for name, master_before in before["masters"][""].items():
+        assert torch.equal(master_before, after["masters"][""][name]) == (name in bad), name
 
 
-# --- checkpoints and evaluation ---
+# --- checkpoints ---
 
 
-def resumed(stage: int, clipping: str, master: str, folder: str) -> dict[str, Any]:
-    """Five steps in one go, and three, a checkpoint, a new engine and two more."""
-    fp8 = block(master, True, release_clipping=clipping)
-    more = {"scheduler": training.ONE_CYCLE} if stage == 2 else {}
-    found = {}
-    for name in ("whole", "parts"):
-        engine = build(stage, fp8, TINY, gradient_clipping=0.0 if clipping == "exact" else 0.25, **more)
-        if name == "whole":
-            training.train(engine, 3)
-            engine.save_checkpoint(folder, tag="three")
-        else:
-            engine.load_checkpoint(folder, tag="three")
-        losses = training.train(engine, 2, first_step=3)
-        found[name] = {"losses": losses, "states": everything(engine), "release": engine.fp8.release.state_dict()}
-        training.destroy(engine)
-    return found
-
-
-@pytest.mark.parametrize(("stage", "clipping", "master"), [(2, "delayed_norm", "e4m11"), (3, "exact", "e4m19")])
-def test_a_resumed_run_is_the_same_bit_for_bit(
-    ranks: Any, tmp_path: Path, stage: int, clipping: str, master: str
+@pytest.mark.parametrize(
+    ("stage", "clipping", "recipe"), [(1, 1.0, "delayed"), (2, 0.25, "tensorwise"), (3, 0.0, "delayed")]
+)
+@on_ranks(2)
+def test_a_load_between_a_backward_and_its_step_and_a_resume_change_no_bit(
+    stage: int, clipping: float, recipe: str, folder: str
 ) -> None:
-    for result in ranks(2).run(resumed, stage, clipping, master, str(tmp_path)):
-        for key, whole in result["whole"].items():
-            if key != "states":
-                assert result["parts"][key] == whole
-        assert result["whole"]["release"]["last_norm"] > 0
-        assert_same_everything(result["parts"]["states"], result["whole"]["states"])
+    """The load takes back what the backward has updated."""
+    fp8 = block("e4m11", True, release_clipping="delayed_norm", linear={"recipe": recipe})
+    more: dict[str, Any] = {"scheduler": training.ONE_CYCLE} if stage == 2 else {}
 
+    def end(engine: Any) -> tuple[list[float], Any, dict[str, Any]]:
+        losses = training.train(engine, 2, first_step=2)
+        return losses, engine.fp8.release.state_dict(), everything(engine)
 
-def load_after_a_backward(folder: str, stage: int) -> tuple[list[float], list[float]]:
-    """Losses after a checkpoint, and after it is loaded where a backward has updated weights and no step followed."""
-    fp8 = block("e4m11", True, release_clipping="delayed_norm", linear={"recipe": "delayed"})
-    engine = build(stage, fp8, MODEL, gradient_clipping=1.0)
+    engine = build(stage, fp8, TINY, gradient_clipping=clipping, **more)
     training.train(engine, 2)
     engine.save_checkpoint(folder)
-    losses = training.train(engine, 2, first_step=2)
-    engine.backward(engine(training.micro_batches(9, 1)[0]))
-    engine.load_checkpoint(folder)
-    again = training.train(engine, 2, first_step=2)
+    losses, release, states = end(engine)
+    assert release["last_norm"] > 0
+    for is_anew in (False, True):
+        if is_anew:
+            training.destroy(engine)
+            engine = build(stage, fp8, TINY, gradient_clipping=clipping, **more)
+        else:
+            engine.backward(engine(training.micro_batches(9, 1)[0]))
+        engine.load_checkpoint(folder)
+        again = end(engine)
+        assert again[:2] == (losses, release)
+        assert_same_everything(again[2], states)
     training.destroy(engine)
-    return losses, again
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_load_between_a_backward_and_its_step_takes_its_updates_back(ranks: Any, tmp_path: Path, stage: int) -> None:
-    for losses, again in ranks(2).run(load_after_a_backward, str(tmp_path), stage):
-        assert again == losses

@@ -95,66 +95,49 @@ def evaluate(engine: Any, step: int) -> float:
     return float(loss)
 
 
-def jump(stage: int, recipe: str) -> dict[str, Any]:
-    config = training.ds_config(stage, {"linear": {"recipe": recipe}})
+@on_ranks(2)
+def test_a_switch_makes_no_jump_in_the_loss_and_the_way_back_is_exact() -> None:
+    config = training.ds_config(1, {"linear": {"recipe": "delayed"}})
     engine = training.build(config)
     training.train(engine, 15)
     in_fp8 = evaluate(engine, 500)
-    layers = engine.set_layer_precision("up", "bf16")
+    assert engine.set_layer_precision("up", "bf16") == [f"blocks.{i}.up" for i in range(3)]
     some = evaluate(engine, 500)
     engine.set_layer_precision("", "bf16")
     in_bf16 = evaluate(engine, 500)
     engine.set_layer_precision("", "schedule")
-    again = evaluate(engine, 500)
-    report = engine.fp8_report()["num_layers_in_bf16"]
+    assert engine.fp8_report()["num_layers_in_bf16"] == 0
+    assert evaluate(engine, 500) == in_fp8 < 4.0  # trained: log(96) is 4.56
+    assert len({in_fp8, some, in_bf16}) == 3
+    assert max(abs(in_fp8 - in_bf16), abs(in_fp8 - some)) < 0.005 * in_bf16
     after = training.train(engine, 2, 15)
     training.destroy(engine)
     engine = training.build(config)
-    straight = training.train(engine, 17)[15:]
+    assert training.train(engine, 17)[15:] == after
     training.destroy(engine)
-    return {"losses": (in_fp8, some, in_bf16, again), "layers": layers, "left": report, "after": (after, straight)}
-
-
-def test_a_switch_makes_no_jump_in_the_loss_and_the_way_back_is_exact(ranks: Any) -> None:
-    for result in ranks(2).run(jump, 1, "delayed"):
-        in_fp8, some, in_bf16, again = result["losses"]
-        assert result["layers"] == [f"blocks.{i}.up" for i in range(3)] and result["left"] == 0
-        assert in_fp8 == again < 4.0  # trained: log(96) is 4.56
-        assert len({in_fp8, some, in_bf16}) == 3
-        assert max(abs(in_fp8 - in_bf16), abs(in_fp8 - some)) < 0.005 * in_bf16
-        after, straight = result["after"]
-        assert len(after) == 2 and after == straight
-
-
-def resume(stage: int, fp8: dict[str, Any], directory: str, save_at: int) -> dict[str, Any]:
-    """Losses after a resume at `save_at` and without; an override is in force from step 1 on."""
-    schedule = {"bf16_until_step": 2, "bf16_last_fraction": 0.25, "total_steps": 8, "layers": {"blocks.2": "fp8"}}
-    config = training.ds_config(stage, {**fp8, "schedule": schedule})
-    engine = training.build(config)
-    before = training.train(engine, 1)
-    engine.set_layer_precision("blocks.1.down", "bf16")
-    before += training.train(engine, save_at - 1, 1)
-    engine.save_checkpoint(directory)
-    through = training.train(engine, 8 - save_at, save_at)
-    training.destroy(engine)
-    engine = training.build(config, seed=7)
-    engine.load_checkpoint(directory)
-    held = sorted(engine.fp8.precision.in_bf16), dict(engine.fp8.precision.overrides)
-    resumed = training.train(engine, 8 - save_at, save_at)
-    training.destroy(engine)
-    return {"through": through, "resumed": resumed, "held": held}
 
 
 @pytest.mark.parametrize(("stage", "fp8", "save_at"), [(2, {}, 1), (3, {}, 5), (1, SPLIT, 7)])
-def test_resume_is_exact_in_every_phase(
-    ranks: Any, stage: int, fp8: dict[str, Any], save_at: int, tmp_path: Any
-) -> None:
-    for result in ranks(2).run(resume, stage, fp8, str(tmp_path), save_at):
-        assert result["resumed"] == result["through"]
-        layers, overrides = result["held"]
-        assert overrides == {"blocks.1.down": "bf16"}
-        low = [f"blocks.{i}.{name}" for i in range(2) for name in ("down", "up")]
-        assert layers == (low if save_at < 2 or save_at >= 6 else ["blocks.1.down"])
+@on_ranks(2)
+def test_resume_is_exact_in_every_phase(stage: int, fp8: dict[str, Any], save_at: int, folder: str) -> None:
+    """An override is in force from step 1 on."""
+    schedule = {"bf16_until_step": 2, "bf16_last_fraction": 0.25, "total_steps": 8, "layers": {"blocks.2": "fp8"}}
+    config = training.ds_config(stage, {**fp8, "schedule": schedule})
+    engine = training.build(config)
+    training.train(engine, 1)
+    engine.set_layer_precision("blocks.1.down", "bf16")
+    training.train(engine, save_at - 1, 1)
+    engine.save_checkpoint(folder)
+    through = training.train(engine, 8 - save_at, save_at)
+    training.destroy(engine)
+    engine = training.build(config, seed=7)
+    engine.load_checkpoint(folder)
+    low = [f"blocks.{i}.{name}" for i in range(2) for name in ("down", "up")]
+    in_bf16 = low if save_at < 2 or save_at >= 6 else ["blocks.1.down"]
+    assert sorted(engine.fp8.precision.in_bf16) == in_bf16
+    assert engine.fp8.precision.overrides == {"blocks.1.down": "bf16"}
+    assert training.train(engine, 8 - save_at, save_at) == through
+    training.destroy(engine)
 
 
 def compiled(stage: int, backend: str, fp8: dict[str, Any]) -> list[float]:
@@ -211,26 +194,21 @@ def test_a_call_that_cannot_be_followed_is_refused_on_all_ranks() -> None:
     training.destroy(engine)
 
 
-def own_boundaries(how: str) -> list[int]:
-    """Layers sent after each of two steps of three micro-batches, where the configuration accumulates four."""
+@pytest.mark.parametrize("how", ["set", "unmanaged"])
+@on_ranks(2)
+def test_layers_change_after_every_step_where_a_user_says_when_gradients_are_accumulated(how: str) -> None:
+    """Two steps of three micro-batches, where the configuration accumulates four."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    if how == "unmanaged" and not hasattr(DeepSpeedEngine, "managed_gradient_accumulation"):
+        return  # DeepSpeed has it since 0.19.8
     managed = {"managed_gradient_accumulation": False} if how == "unmanaged" else {}
     engine = training.build(training.ds_config(2, {}, gradient_accumulation_steps=4, **managed))
-    found = []
     for step in range(2):
         for number, batch in enumerate(training.micro_batches(step, 3)):
             if how == "set":
                 engine.set_gradient_accumulation_boundary(number == 2)
             engine.backward(engine(batch))
         engine.step()
-        found.append(len(engine.set_layer_precision(f"blocks.{step}", "bf16")))
+        assert len(engine.set_layer_precision(f"blocks.{step}", "bf16")) == 2
     training.destroy(engine)
-    return found
-
-
-@pytest.mark.parametrize("how", ["set", "unmanaged"])
-def test_layers_change_after_every_step_where_a_user_says_when_gradients_are_accumulated(ranks: Any, how: str) -> None:
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
-    if how == "unmanaged" and not hasattr(DeepSpeedEngine, "managed_gradient_accumulation"):
-        pytest.skip("DeepSpeed has it since 0.19.8")
-    assert ranks(2).run(own_boundaries, how) == [[2, 2]] * 2

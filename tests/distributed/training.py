@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from support.late_flag import late_flag as late_flag
 from torch import Tensor, nn
 
 VOCABULARY, LENGTH, MICRO_BATCH = 96, 32, 4
@@ -144,20 +145,6 @@ def build(
     if "optimizer" not in kwargs:
         kwargs["model_parameters"] = groups(net) if groups else [p for p in net.parameters() if p.requires_grad]
     return deepspeed.initialize(model=net, config=copy.deepcopy(config), **kwargs)[0]
-
-
-def late_flag() -> Any:
-    """For `optimizer.fp8_flag`: as on a GPU that the host does not wait for (`bf16.check_grad_overflow` false)."""
-    from fp8_ds.comm.collectives import HostCopy
-    from fp8_ds.zero.norm import OverflowFlag
-
-    class LateFlag(OverflowFlag):
-        def send(self, skip: Tensor) -> None:
-            self.last, self._before = skip, self._read()
-            self._host, self._is_pending = HostCopy(skip), True
-            self._host.send(skip)
-
-    return LateFlag()
 
 
 def reports_of(engine: Any) -> list[dict[str, Any]]:
