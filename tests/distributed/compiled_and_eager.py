@@ -103,10 +103,7 @@ def covering_cells() -> list[Cell]:
 
 
 def build(cell: Cell, fused: bool) -> Any:
-    import deepspeed
     import transformers
-
-    import fp8_ds  # noqa: F401
 
     torch.manual_seed(0)
     name, shape = MODELS[cell.model]
@@ -130,7 +127,7 @@ def build(cell: Cell, fused: bool) -> Any:
         optimizer={"params": {"lr": LEARNING_RATE, "betas": [0.9, 0.95], "torch_adam": True}},
         zero_optimization=zero,
     )
-    return deepspeed.initialize(model=net, config=config, model_parameters=list(net.parameters()))[0]
+    return training.start(net, config)
 
 
 def tokens_of(engine: Any, number: int) -> Tensor:

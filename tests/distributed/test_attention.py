@@ -23,13 +23,8 @@ def llama() -> Any:
 
 def train(fp8: dict[str, Any]) -> tuple[list[float], str]:
     """Losses and the attention of the model; there are padded rows in every other batch."""
-    import deepspeed
-
-    import fp8_ds  # noqa: F401
-
     model = llama()
-    config = training.ds_config(3, fp8)
-    engine = deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))[0]
+    engine = training.start(model, training.ds_config(3, fp8))
     losses = []
     for step in range(4):
         tokens = training.micro_batches(step, 1)[0]
@@ -51,13 +46,8 @@ def test_the_key_puts_our_attention_into_the_model(ranks: Callable[[int], RankPo
 
 
 def start(backend: str) -> None:
-    import deepspeed
-
-    import fp8_ds  # noqa: F401
-
     model = llama() if backend == "fa3" else training.TinyLM()
-    config = training.ds_config(2, {"attention": {"backend": backend}})
-    deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))
+    training.start(model, training.ds_config(2, {"attention": {"backend": backend}}))
 
 
 @pytest.mark.parametrize(

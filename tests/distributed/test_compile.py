@@ -41,11 +41,8 @@ def build(
 ) -> Any:
     """An engine over a seeded Llama whose learning rate changes with every step, and whose SDPA is never given a mask
     (docs/compile.md)."""
-    import deepspeed
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    import fp8_ds  # noqa: F401
 
     AttentionInterface.register("causal", sdpa_attention_forward)
     torch.manual_seed(0)
@@ -58,7 +55,7 @@ def build(
     if fp8 is not None and fp8.get("optimizer", {}).get("release"):
         config["zero_optimization"]["reduce_bucket_size"] = 16_000  # several buckets
     config["zero_optimization"].update(zero or {})
-    return deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))[0]
+    return training.start(model, config)
 
 
 def tokens_of(engine: Any, step: int) -> torch.Tensor:

@@ -78,10 +78,7 @@ def run(
     num_layers: int = 2,
 ) -> dict[str, Any]:
     """Losses of training, then that of an evaluation, and logits; what was called, gathered and patched for it."""
-    import deepspeed
     import torch.distributed as dist
-
-    import fp8_ds  # noqa: F401
 
     torch.manual_seed(0)
     model = Llama(num_hidden_layers=num_layers, tie_word_embeddings=tied).model
@@ -93,7 +90,7 @@ def run(
         )
     found: dict[str, Any] = {"losses": [], "logits_are_none": []}
     with kernel_in_torch():
-        engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+        engine = training.start(model, config)
         if compiled:
             engine.compile(backend="eager")
         for step in range(num_steps):

@@ -47,16 +47,11 @@ def build(
     checkpointing: bool = False,
     **overrides: Any,
 ) -> Any:
-    import deepspeed
-
-    import fp8_ds  # noqa: F401
-
     torch.manual_seed(seed)
     net = MoeLM(family)
     if checkpointing:
         net.lm.gradient_checkpointing_enable({"use_reentrant": False})
-    config = training.ds_config(stage, fp8, **overrides)
-    return deepspeed.initialize(model=net, config=config, model_parameters=list(net.parameters()))[0]
+    return training.start(net, training.ds_config(stage, fp8, **overrides))
 
 
 def trained(
@@ -134,7 +129,7 @@ def sharded_start() -> dict[str, Any]:
     for p, full in zip(net.parameters(), whole.parameters(), strict=True):
         with deepspeed.zero.GatheredParameters([p], modifier_rank=0), torch.no_grad():
             p.copy_(full)
-    engine = deepspeed.initialize(model=net, config=config, model_parameters=list(net.parameters()))[0]
+    engine = training.start(net, config)
     found = {"first": training.fp8_state(engine), "masters": training.full_masters(engine)}
     found["losses"] = training.train(engine, 3)
     training.destroy(engine)

@@ -6,15 +6,12 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 from support.ranks import RankError, RankPool
 
 pytestmark = pytest.mark.distributed
-
-GROUPS: list[Any] = []
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +36,6 @@ def fail(how: str) -> None:
         raise ValueError("said by 1")
 
 
-def make_groups(num_kept: int) -> int:
-    """Makes two process groups and keeps some of them; how many torch had before."""
-    num_known = len(dist.distributed_c10d._world.pg_map)
-    made = [dist.new_group(), dist.new_group()]
-    GROUPS.extend(made[:num_kept])
-    return num_known
-
-
 @pytest.mark.parametrize(
     ("how", "said", "goes_on"),
     [
@@ -67,13 +56,6 @@ def test_a_rank_that_fails_is_named_and_the_next_call_has_ranks(
     after = pool.run(rank_and_process)
     assert [rank for rank, _ in after] == [0, 1]
     assert (after == before) if goes_on else not {pid for _, pid in after} & {pid for _, pid in before}
-
-
-def test_process_groups_that_a_call_has_left_are_ended_and_those_that_are_kept_are_not(pool: RankPool) -> None:
-    """Each has three threads of gloo."""
-    before = pool.run(make_groups, 0)
-    assert pool.run(make_groups, 1) == before
-    assert pool.run(make_groups, 0) == [number + 1 for number in before]
 
 
 class Interrupted(Exception):

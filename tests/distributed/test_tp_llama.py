@@ -3,7 +3,6 @@ sharded models without one."""
 
 from __future__ import annotations
 
-import copy
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -32,15 +31,6 @@ STATES = {"optimizer": {"states": "fp8", "master": "e4m11"}}
 train = tpar.train
 
 
-def start(model: nn.Module, config: dict[str, Any], mpu: Any) -> Any:
-    import deepspeed
-
-    import fp8_ds  # noqa: F401
-
-    params = [p for p in model.parameters() if p.requires_grad]
-    return deepspeed.initialize(model=model, config=copy.deepcopy(config), model_parameters=params, mpu=mpu)[0]
-
-
 def tp_engine(
     config: dict[str, Any],
     tp_size: int,
@@ -55,7 +45,7 @@ def tp_engine(
     if tp_size > 1:
         mpu = tpar.groups(tp_size)
         parallelize(model, plan, mpu.tp_group)
-    return start(model, config, mpu)
+    return training.start(model, config, mpu=mpu)
 
 
 def destroy(engine: Any) -> None:
@@ -276,7 +266,7 @@ def test_groups_and_models_that_do_not_fit_are_refused(case: str, expected: str)
         config["tensor_parallel"] = {"autotp_size": 2}
     try:
         with pytest.raises(ConfigError, match=expected):
-            start(model, config, mpu)
+            training.start(model, config, mpu=mpu)
     finally:
         init_utils._TP_MODEL_INIT_ARGS = None
         deepspeed.set_autotp_mode(training=False)

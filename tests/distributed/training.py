@@ -132,18 +132,25 @@ def build(
         groups: parameter groups of the model; default: all in one.
         weights: a file of safetensors that the model starts from.
     """
-    import deepspeed
-
-    import fp8_ds  # noqa: F401
-
     torch.manual_seed(seed)
     net = TinyLM(**(model or {}))
     if weights is not None:
         from safetensors.torch import load_file
 
         net.load_state_dict(load_file(weights))
+    if groups:
+        kwargs["model_parameters"] = groups(net)
+    return start(net, config, **kwargs)
+
+
+def start(net: nn.Module, config: dict[str, Any], **kwargs: Any) -> Any:
+    """An engine over `net`; `kwargs` go to deepspeed.initialize (`model_parameters` unless `optimizer`)."""
+    import deepspeed
+
+    import fp8_ds  # noqa: F401
+
     if "optimizer" not in kwargs:
-        kwargs["model_parameters"] = groups(net) if groups else [p for p in net.parameters() if p.requires_grad]
+        kwargs.setdefault("model_parameters", [p for p in net.parameters() if p.requires_grad])
     return deepspeed.initialize(model=net, config=copy.deepcopy(config), **kwargs)[0]
 
 

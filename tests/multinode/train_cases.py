@@ -46,11 +46,8 @@ STAGE_3 = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
 
 
 def engine_of(case: dict[str, Any]) -> Any:
-    import deepspeed
     import training
     from model import ByteLlama, ModelSize
-
-    import fp8_ds  # noqa: F401
 
     zero = STAGE_3 if case["stage"] == 3 else {}
     config = training.ds_config(case["stage"], case["fp8"], zero_optimization=zero, **case.get("config", {}))
@@ -59,8 +56,7 @@ def engine_of(case: dict[str, Any]) -> Any:
     if case.get("body_only"):
         model.embed_tokens.requires_grad_(False)
         model.lm_head.requires_grad_(False)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    return deepspeed.initialize(model=model, model_parameters=trainable, config=config)[0]
+    return training.start(model, config)
 
 
 def zero_case(case: dict[str, Any]) -> dict[str, Any]:

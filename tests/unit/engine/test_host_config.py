@@ -44,7 +44,6 @@ def test_what_deepspeed_stops_at_is_named_with_its_own_words(changes: dict[str, 
         ({}, 8, (16, 2, 1)),
         ({"train_batch_size": 96}, 8, (96, 2, 6)),
         ({"train_batch_size": 96, "gradient_accumulation_steps": 3}, None, (96, 2, 3)),
-        ({"train_micro_batch_size_per_gpu": "auto"}, 4, (4, 1, 1)),
         ({"train_batch_size": "auto", "gradient_accumulation_steps": "auto"}, 4, (8, 2, 1)),
         ({"train_micro_batch_size_per_gpu": None, "train_batch_size": 8}, 4, (8, 2, 1)),
         ({"tensor_parallel": {"autotp_size": 2}}, 8, (8, 2, 1)),
@@ -61,8 +60,6 @@ def test_batch_sizes_are_those_of_so_many_ranks(
     ("changes", "ranks"),
     [
         ({"train_batch_size": 12, "gradient_accumulation_steps": 3}, 8),
-        ({"train_batch_size": 7}, None),
-        ({"train_batch_size": 20}, 7),
         ({"tensor_parallel": {"autotp_size": 2}}, 9),
     ],
 )
@@ -112,9 +109,7 @@ ON = {"enabled": True}
 @pytest.mark.parametrize(
     ("config", "found"),
     [
-        ({"FP8": ON}, "'FP8'"),
         ({"Fp8": ON, "bf16": ON}, "'Fp8'"),
-        ({"bf16": {**ON, "fp8": ON}}, "\"fp8\" in 'bf16'"),
         ({"zero_optimization": {"stage": 3, "fp8": ON}}, "\"fp8\" in 'zero_optimization'"),
     ],
 )
