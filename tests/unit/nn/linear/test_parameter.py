@@ -136,45 +136,42 @@ WRITERS = {
     "with_itself": lambda p, value: p.add_(p),
     "setitem": lambda p, value: p.__setitem__(slice(0, 2), 1.0),
     "data": lambda p, value: setattr(p, "data", value),
-}
-
-
-@pytest.mark.parametrize("writer", WRITERS)
-def test_write_becomes_the_new_fp8_bytes(weight: Any, writer: str) -> None:
-    true = as_fp8_parameter(weight).clone()
-    value = torch.randn(SHAPE, dtype=torch.bfloat16)
-    expected = nn.Parameter(true)
-    with torch.no_grad():
-        result = WRITERS[writer](weight, value)
-        assert not isinstance(result, Tensor) or result is weight
-        WRITERS[writer](expected, value)
-    scale, scale_inv = scale_from_amax(expected.detach().float().abs().max(), E4M3.max)
-    assert torch.equal(weight._fp8.scale_inv, scale_inv)
-    assert torch.equal(weight._fp8.data.view(torch.uint8), quantize(expected.detach(), scale, E4M3).view(torch.uint8))
-    assert weight.untyped_storage().nbytes() == 2  # still the placeholder
-
-
-ASSIGNMENTS = {
-    "data": lambda p, value: setattr(p, "data", value),
+    "data of data": lambda p, value: setattr(p, "data", value.data),
     "data in float32": lambda p, value: setattr(p, "data", value.float()),
     "set": lambda p, value: p.set_(value),
     "set to a storage": lambda p, value: p.set_(value.data.untyped_storage(), 0, SHAPE, (SHAPE[1], 1)),
-    "data of data": lambda p, value: setattr(p, "data", value.data),
+}
+DATA_WRITERS = {  # as WGAN's clamp, averages of weights that are swapped in and out, and initialisers write
+    "copy": lambda p, value: p.data.copy_(value),
+    "clamp": lambda p, value: p.data.clamp_(-0.1, 0.1),
+    "foreach of data": lambda p, value: torch._foreach_mul_([p.data], 0.5),
+    "out of data": lambda p, value: torch.add(value, 1, out=p.data),
+    "init of data": lambda p, value: nn.init.constant_(p.data, 0.25),
+    "item": lambda p, value: p.data.__setitem__(2, 7.0),
+    "view": lambda p, value: p.data.view(-1)[3:17].zero_(),
+    "transposed": lambda p, value: p.data.t().add_(value.t()),
+    "detached": lambda p, value: p.data.detach().mul_(2),
+    "out, of the weight": torch.no_grad()(lambda p, value: torch.mul(p, 0.5, out=p.data)),
+    "out, a view": torch.no_grad()(lambda p, value: torch.add(p, value, out=p.data.view(1, *SHAPE)[0])),
+    "two views": lambda p, value: [part.fill_(n) for n, part in enumerate(p.data.chunk(2))],
 }
 
 
 @pytest.mark.parametrize("of_fp8", [False, True])
-@pytest.mark.parametrize("how", ASSIGNMENTS)
-def test_what_is_assigned_is_what_the_weight_reads_as(weight: Any, how: str, of_fp8: bool) -> None:
-    """As when a policy's weights become those of its reference model."""
-    as_fp8_parameter(weight)
-    value = nn.Parameter(torch.randn(SHAPE, dtype=torch.bfloat16))
-    true = as_fp8_parameter(value) if of_fp8 else value.detach()
-    with torch.no_grad():
-        ASSIGNMENTS[how](weight, value)
-    scale, _ = scale_from_amax(true.float().abs().max(), E4M3.max)
-    assert torch.equal(weight._fp8.data.view(torch.uint8), quantize(true, scale, E4M3).view(torch.uint8))
-    assert weight.untyped_storage().nbytes() == 2 and torch.equal(value.detach(), true)
+@pytest.mark.parametrize("writer", [*WRITERS, *DATA_WRITERS])
+def test_what_is_written_or_assigned_becomes_the_new_fp8_bytes(weight: Any, writer: str, of_fp8: bool) -> None:
+    """Also the values of another FP8 weight, as when a policy's weights become those of its reference model."""
+    expected = nn.Parameter(as_fp8_parameter(weight).clone())
+    value = nn.Parameter(torch.randn(SHAPE, dtype=torch.bfloat16), requires_grad=False)
+    true = as_fp8_parameter(value) if of_fp8 else value.detach().clone()
+    with torch.no_grad() if writer in WRITERS else nullcontext():
+        result = (WRITERS | DATA_WRITERS)[writer](weight, value)
+        assert not isinstance(result, Tensor) or result is weight or writer in DATA_WRITERS
+        (WRITERS | DATA_WRITERS)[writer](expected, true.clone())
+    scale, scale_inv = scale_from_amax(expected.detach().float().abs().max(), E4M3.max)
+    assert torch.equal(weight._fp8.scale_inv, scale_inv)
+    assert torch.equal(weight._fp8.data.view(torch.uint8), quantize(expected.detach(), scale, E4M3).view(torch.uint8))
+    assert weight.untyped_storage().nbytes() == 2 and torch.equal(value.detach(), true)  # still the placeholder
 
 
 OTHER_SHAPES = {
@@ -203,41 +200,6 @@ def test_sharing_a_weight_with_processes_is_refused_by_name(weight: Any, how: st
     with pytest.raises(UnsupportedError, match=r"^w: "):
         shared.share_memory() if how == "module" else shared.share_memory_()
     assert torch.equal(weight.detach(), true)
-
-
-def _of(value: Tensor) -> nn.Parameter:
-    p = nn.Parameter(value)
-    as_fp8_parameter(p)
-    return p
-
-
-DATA_WRITERS = {
-    "copy": lambda p, value: p.data.copy_(value),
-    "of another weight": lambda p, value: p.data.copy_(_of(value)),
-    "clamp": lambda p, value: p.data.clamp_(-0.1, 0.1),
-    "foreach": lambda p, value: torch._foreach_mul_([p.data], 0.5),
-    "out": lambda p, value: torch.add(value, 1, out=p.data),
-    "init": lambda p, value: nn.init.constant_(p.data, 0.25),
-    "item": lambda p, value: p.data.__setitem__(2, 7.0),
-    "view": lambda p, value: p.data.view(-1)[3:17].zero_(),
-    "transposed": lambda p, value: p.data.t().add_(value.t()),
-    "detached": lambda p, value: p.data.detach().mul_(2),
-    "out, of the weight": torch.no_grad()(lambda p, value: torch.mul(p, 0.5, out=p.data)),
-    "out, a view": torch.no_grad()(lambda p, value: torch.add(p, value, out=p.data.view(1, *SHAPE)[0])),
-    "two views": lambda p, value: [part.fill_(n) for n, part in enumerate(p.data.chunk(2))],
-}
-
-
-@pytest.mark.parametrize("writer", DATA_WRITERS)
-def test_a_write_into_data_reaches_the_weight(weight: Any, writer: str) -> None:
-    """As WGAN's clamp, averages of weights that are swapped in and out, and initialisers write."""
-    stock = nn.Parameter(as_fp8_parameter(weight).clone())
-    value = torch.randn(SHAPE, dtype=torch.bfloat16)
-    for p in (weight, stock):
-        DATA_WRITERS[writer](p, value)
-    scale, _ = scale_from_amax(stock.detach().float().abs().max(), E4M3.max)
-    assert torch.equal(weight._fp8.scale, scale)
-    assert torch.equal(weight._fp8.data.view(torch.uint8), quantize(stock.detach(), scale, E4M3).view(torch.uint8))
 
 
 def test_a_parameter_made_of_data_is_a_leaf_over_the_weight_and_its_copies_are_plain(weight: Any) -> None:
