@@ -215,6 +215,7 @@ def test_with_its_activation_replaced_it_is_the_stock_module(change, compiled, t
             silu = pytest.importorskip("transformers.activations").ACT2FN["silu"]
             mlp.act_fn = {"relu": nn.ReLU(), "function": torch.relu, "transformers": silu}[change]
     num = len(taken)
+    assert (fused.fp8_function((inputs(),), {}) is None) == (change != "transformers")
     assert_same(expected if change == "transformers" else run(stock, stock), run(function, fused))
     assert (len(taken) > num) == (change == "transformers")
 

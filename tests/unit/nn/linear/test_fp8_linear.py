@@ -279,7 +279,7 @@ def test_retyping_keeps_the_object_its_parameters_and_its_state_dict():
     keys = list(linear.state_dict())
     converted = Fp8Linear.from_linear(linear, TensorwiseRecipe(LinearConfig()))
     assert converted is linear and linear.weight is weight and linear.bias is bias
-    assert list(linear.state_dict()) == keys
+    assert list(linear.state_dict()) == keys and "fp8=tensorwise" in repr(linear)
     with pytest.raises(ConfigError, match="converted once"):
         Fp8Linear.from_linear(linear, TensorwiseRecipe(LinearConfig()))
     patched = nn.Linear(16, 16)

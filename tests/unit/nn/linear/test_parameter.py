@@ -262,8 +262,9 @@ def test_a_weight_gathered_for_compute_is_read_and_only_one_in_bf16_is_written(w
     for written in (weight, weight.data):
         with torch.no_grad(), pytest.raises(UnsupportedError, match="FP8 weight w cannot be written"):
             written.add_(1.0)
+    weight.data = torch.empty(0, dtype=torch.bfloat16)  # what deepspeed's free_param does
+    assert not has_payload(weight) and weight.numel() == 0
     gathered = torch.randn(SHAPE, dtype=torch.bfloat16)
-    weight._fp8.data = None
     with torch._C.DisableTorchFunctionSubclass():
         weight.data = gathered  # by a stock reader
     assert torch.equal(weight.detach(), gathered) and weight.data.data_ptr() == gathered.data_ptr()
@@ -361,8 +362,7 @@ def test_a_saved_weight_is_read_as_it_is_gathered_for_the_backward_and_named_whe
         weight.data = 2 * true  # in bf16, by a stock reader
     losses[0].backward()
     assert torch.equal(x.grad, torch.ones(3, 6, dtype=torch.bfloat16) @ (2 * true))
-    weight.data = torch.empty(0, dtype=torch.bfloat16)  # released, as by deepspeed's free_param
-    assert not has_payload(weight) and weight.numel() == 0
+    weight.data = torch.empty(0, dtype=torch.bfloat16)  # released
     with pytest.raises(UnsupportedError, match=r"^w: expected a weight that is gathered"):
         losses[1].backward()
 
@@ -379,6 +379,7 @@ DIFFERENTIATED: dict[str, Any] = {
         torch.autograd.grad(loss, w, create_graph=True)[0].float().pow(2).sum(), [w, other]
     ),
     "backward for inputs": lambda loss, w, other: [loss.backward(inputs=[other, w]), other.grad, w.grad][1:],
+    "backward of the weight": lambda loss, w, other: [w.backward(torch.ones_like(other), inputs=[w]), w.grad][1:],
     "backward of the weight too": lambda loss, w, other: [
         torch.autograd.backward([loss, w], [None, torch.ones_like(other)], inputs=w),
         w.grad,
