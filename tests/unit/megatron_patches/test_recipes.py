@@ -8,7 +8,11 @@ import pytest
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install megatron-core==0.16.1")
 
+from megatron.core.quantization.quant_config import RecipeConfig
+from megatron.core.quantization.utils import get_quant_config_or_none
+
 from fp8_ds.errors import UnsupportedError
+from megatron_patches.linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear
 from megatron_patches.recipes import refuse
 
 
@@ -36,3 +40,19 @@ def test_a_plain_configuration_passes() -> None:
 def test_is_refused(values: dict[str, object], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         refuse(SimpleNamespace(**values))
+
+
+@pytest.mark.parametrize("cls", [Fp8ColumnParallelLinear, Fp8RowParallelLinear])
+def test_a_precision_config_for_linears_is_refused(cls: type) -> None:
+    """It is Transformer Engine's, and would have no effect."""
+    linear, name = cls.__new__(cls), "decoder.layers.0.mlp.linear_fc1"
+
+    def configured(pattern: str) -> object:
+        matcher = {"config": "bf16", "type": "glob", "pattern": pattern, "enabled": True}
+        configs = {"configs": {"bf16": {"training_recipe": {}}}, "matchers": {"a": matcher}}
+        return get_quant_config_or_none(name, RecipeConfig.from_config_dict(configs))
+
+    with pytest.raises(UnsupportedError, match=rf"--te-precision-config-file: .* for {name}"):
+        linear.finish_init(configured("*linear_fc1"))
+    for other in (configured("*core_attention"), None):
+        linear.finish_init(other)

@@ -95,33 +95,24 @@ def test_no_two_arguments_that_triton_tells_apart_share_a_key(fake: StandInDrive
             assert _launch._specialized(a) != _launch._specialized(b), (a, b)
 
 
-def test_hooks_amds_gpus_and_kernels_still_being_compiled_take_tritons_own_way(
+def test_hooks_other_devices_amds_gpus_and_kernels_still_being_compiled_take_tritons_own_way(
     fake: StandInDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stock, called = scaled_copy_kernel.run, []
-    with monkeypatch.context() as patch:
-        patch.setattr(scaled_copy_kernel, "run", lambda *args, **kwargs: stock(*args, **kwargs) and None)
-        by_us(1, X, X, 3, 16, 0.5, **FIRST)
-    with monkeypatch.context() as patch:
-        patch.setattr(_launch, "_BY_TRITON", True)
-        by_us(1, X, X, 3, 16, 0.5, **FIRST)
-    assert len(fake.launched) == 2 and not _launch._known
+    others: list[tuple[Any, str, Any]] = [
+        (scaled_copy_kernel, "run", lambda *args, **kwargs: stock(*args, **kwargs) and None),
+        (_launch, "_BY_TRITON", True),
+        (Tensor, "get_device", lambda self: 1),
+        (scaled_copy_kernel, "pre_run_hooks", [lambda *args, **kwargs: called.append(args)]),
+    ]
+    for owner, name, value in others:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "current_device", lambda: 0)
+            patch.setattr(owner, name, value)
+            by_us(1, X, X, 3, 16, 0.5, **FIRST)
+    assert len(fake.launched) == len(others) and not _launch._known and len(called) == 1
     by_us(1, X, X, 3, 16, 0.5, **FIRST)
-    monkeypatch.setattr(scaled_copy_kernel, "pre_run_hooks", [lambda *args, **kwargs: called.append(args)])
-    by_us(1, X, X, 3, 16, 0.5, **FIRST)
-    assert len(called) == 1 and len(fake.launched) == 4
-
-
-def test_on_another_device_than_the_current_one_triton_decides(
-    fake: StandInDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Tensor, "get_device", lambda self: 1)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    by_us(1, X, X, 3, 16, 0.5, **FIRST)
-    assert len(fake.launched) == 1 and not _launch._known
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    by_us(1, X, X, 3, 16, 0.5, **FIRST)
-    assert len(fake.launched) == 2 and len(_launch._known) == 1
+    assert len(fake.launched) == len(others) + 1 and len(_launch._known) == 1
 
 
 def ops() -> dict[str, Callable[[], Any]]:

@@ -121,20 +121,6 @@ def test_second_moment_follows_gradients_that_shrink_tenfold(beta2):
     assert beta2 == 0.999 or ((ratio > 0.9) & (ratio < 1.1)).float().mean() > 0.95  # nearly every one of them
 
 
-def test_a_weight_without_gradients_comes_to_rest_beside_others_that_go_on_having_some():
-    """Exact Adam's update fades by beta1 / sqrt(beta2) a step. A stored m that did not would push for good: by m / eps,
-    or as far as the clamp lets it."""
-    generator = torch.Generator().manual_seed(2)
-    ours, is_dead, betas = Ours(2 * GROUP), torch.arange(2 * GROUP) % 2 == 0, (0.9, 0.95)
-    moved = torch.zeros(2 * GROUP)
-    for step in range(1, 801):
-        grad = 1e-3 * torch.randn(2 * GROUP, generator=generator)
-        update = ours.update(grad if step <= 100 else grad.masked_fill(is_dead, 0.0), step, betas)
-        if step > 700:
-            moved += update.abs()
-    assert moved[~is_dead].min() > 1 and moved[is_dead].max() == 0
-
-
 class Smooth(Gradients):
     """Gradients without noise: each shrinks at a pace of its own, by 2 % a step at most."""
 
