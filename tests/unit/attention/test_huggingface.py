@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -59,33 +60,26 @@ def logits_and_gradient(model: Any, tokens: Tensor, **options: Any) -> tuple[Ten
     return logits.detach(), model.model.layers[0].self_attn.q_proj.weight.grad
 
 
-def test_plain_attention_through_the_registry_is_sdpa() -> None:
-    for x, y in zip(logits_and_gradient(llama("reference"), TOKENS), logits_and_gradient(llama(), TOKENS), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-7)
+@pytest.mark.parametrize(
+    ("backend", "hadamard"), [("reference", False), ("fa3_fp8_emulated", False), ("fa3_fp8_emulated", True)]
+)
+def test_attention_through_the_registry_is_sdpa_and_in_fp8_near_it(backend: str, hadamard: bool) -> None:
+    found = logits_and_gradient(llama(backend, hadamard=hadamard), TOKENS)
+    for x, y in zip(found, logits_and_gradient(llama(), TOKENS), strict=True):
+        if backend == "reference":
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-7)
+        else:
+            assert 22 < sqnr_db(y, x) < 80
 
 
-@pytest.mark.parametrize("hadamard", [False, True])
-def test_fp8_is_near_stock_and_is_not_stock(hadamard: bool) -> None:
-    model = llama("fa3_fp8_emulated", hadamard=hadamard)
-    for x, y in zip(logits_and_gradient(model, TOKENS), logits_and_gradient(llama(), TOKENS), strict=True):
-        assert 22 < sqnr_db(y, x) < 80
-
-
-def test_positions_that_begin_again_are_packed_sequences() -> None:
-    positions = torch.cat([torch.arange(10), torch.arange(14)])[None]
-    packed = llama("reference")(input_ids=TOKENS[:1], position_ids=positions, use_cache=False).logits
-    apart = [llama()(input_ids=part, use_cache=False).logits for part in TOKENS[:1].split((10, 14), 1)]
-    torch.testing.assert_close(packed, torch.cat(apart, 1), rtol=1e-4, atol=1e-6)
-
-
-def test_lengths_that_the_collator_gives_are_packed_sequences() -> None:
+def test_positions_that_begin_again_and_lengths_of_a_collator_are_packed_sequences() -> None:
     positions = torch.cat([torch.arange(10), torch.arange(14)])[None]
     ends = torch.tensor([0, 10, 24], dtype=torch.int32)
     lengths: dict[str, Any] = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 14, "max_length_k": 14}
-    model = llama("reference")
-    by_lengths = model(input_ids=TOKENS[:1], position_ids=positions, use_cache=False, **lengths).logits
-    by_positions = model(input_ids=TOKENS[:1], position_ids=positions, use_cache=False).logits
-    torch.testing.assert_close(by_lengths, by_positions, rtol=1e-5, atol=1e-7)
+    apart = [llama()(input_ids=part, use_cache=False).logits for part in TOKENS[:1].split((10, 14), 1)]
+    for more in ({}, lengths):
+        packed = llama("reference")(input_ids=TOKENS[:1], position_ids=positions, use_cache=False, **more).logits
+        torch.testing.assert_close(packed, torch.cat(apart, 1), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -217,23 +211,27 @@ def test_what_it_does_not_do_is_refused_by_name() -> None:
         )  # fmt: skip
 
 
-def test_models_outside_of_the_registry_and_missing_packages_are_refused_at_start() -> None:
-    for model in (nn.Linear(4, 4), nn.MultiheadAttention(8, 2)):
-        with pytest.raises(UnsupportedError, match=r'fp8.attention.backend: expected null .* got "reference"'):
-            refuse_attention_of(model, configured("reference"))
-    with pytest.raises(UnsupportedError, match=r"fp8\.attention\.backend: FlashAttention-3: expected a Hopper GPU"):
+def gpt2(dropout: float) -> Any:
+    return GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64, attn_pdrop=dropout))
+
+
+@pytest.mark.parametrize(
+    ("make", "backend", "hadamard", "said"),
+    [
+        (lambda: nn.Linear(4, 4), "reference", False, r"fp8\.attention\.backend: expected null"),
+        (lambda: nn.MultiheadAttention(8, 2), "reference", False, r"fp8\.attention\.backend: expected null"),
+        (lambda: gpt2(0.2), "reference", False, r"expected null with dropout in attention, got \"reference\" and 0\.2"),
+        (lambda: llama(head_dim=24), "fa3_fp8", False, "heads of 24 and values of 24, got .* a multiple of 16"),
+        (lambda: llama(head_dim=24), "fa3_fp8_emulated", True, r"fp8\.attention\.hadamard: head dim: .* got 24"),
+        (lambda: gpt2(0.0), "reference", False, None),
+        (lambda: llama(head_dim=24), "fa3", False, None),
+        (lambda: llama(head_dim=24), "fa3_fp8_emulated", False, None),
+    ],
+)
+def test_models_whose_attention_does_not_fit_are_refused_at_start(
+    make: Any, backend: str, hadamard: bool, said: Any
+) -> None:
+    with nullcontext() if said is None else pytest.raises(UnsupportedError, match=said):
+        refuse_attention_of(make(), configured(backend, hadamard=hadamard))
+    with pytest.raises(UnsupportedError, match="FlashAttention-3: expected a Hopper GPU"):
         refuse_backend("fa3", CPU)
-    gpt2 = [
-        GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64, attn_pdrop=p)) for p in (0.0, 0.2)
-    ]
-    refuse_attention_of(gpt2[0], configured("reference"))
-    with pytest.raises(UnsupportedError, match=r'expected null with dropout in attention, got "reference" and 0\.2'):
-        refuse_attention_of(gpt2[1], configured("reference"))
-    refuse_attention_of(llama(head_dim=24), configured("fa3"))
-    with pytest.raises(UnsupportedError, match=r"heads of 24 and values of 24, got .* a multiple of 16"):
-        refuse_attention_of(llama(head_dim=24), configured("fa3_fp8"))
-    refuse_attention_of(llama(head_dim=24), configured("fa3_fp8_emulated"))
-    with pytest.raises(
-        UnsupportedError, match=r"fp8\.attention\.hadamard: head dim: expected a power of two .* got 24"
-    ):
-        refuse_attention_of(llama(head_dim=24), configured("fa3_fp8_emulated", hadamard=True))
