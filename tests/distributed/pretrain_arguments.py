@@ -28,6 +28,15 @@ def losses_in(output: str) -> list[float]:
     return [float(value) for value in re.findall(r"iteration +\d+/.*?lm loss: ([0-9.E+-]+)", output)]
 
 
+def each(found: list[float]) -> list[float]:
+    """Of each iteration: Megatron's second line of a run is the mean of two, it starts anew after that one."""
+    return [found[0], 2 * found[1] - found[0], *found[2:]]
+
+
+def distance(one: list[float], other: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
 def words_of_8b(root: Path, tmp_path: Path, has_apex: bool, **env: str) -> list[str]:
     """What the script passes on, where Apex's kernel for gradient accumulation imports or not."""
     python = tmp_path / "python"

@@ -48,12 +48,22 @@ def exact(tensors: list[Tensor], **options: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("causal", "lengths", "dim"), [(True, (300, 300), 64), (True, (96, 300), 128), (False, (96, 300), 64)]
+    ("options", "lengths", "dim"),
+    [
+        ({"causal": True}, (300, 300), 64),
+        ({"causal": True}, (96, 300), 128),
+        ({"causal": False}, (96, 300), 64),
+        ({"window": (40, 0)}, (300, 300), 64),
+    ],
 )
-def test_bf16_is_near_float64(causal: bool, lengths: tuple[int, int], dim: int) -> None:
+def test_bf16_is_near_float64(options: dict[str, Any], lengths: tuple[int, int], dim: int) -> None:
     need("fa3")
     tensors = batch(*lengths, dim)
-    for a, b in zip(exact(tensors, causal=causal), run(tensors, "fa3", causal=causal), strict=True):
+    if "window" in options and find_fa3().lacks("LOCAL"):
+        with pytest.raises(UnsupportedError, match="window: expected none"):
+            run(tensors, "fa3", **options)
+        return
+    for a, b in zip(exact(tensors, **options), run(tensors, "fa3", **options), strict=True):
         assert sqnr_db(a, b) > 42
 
 
@@ -84,17 +94,6 @@ def test_packed_sequences_are_the_sequences_apart(backend: Any) -> None:
         for x, y in zip(together, apart, strict=True):
             difference = (x[start:end].double() - y[0].double()).square().mean().sqrt()
             assert difference < 4e-3 * x.double().square().mean().sqrt()
-
-
-def test_a_window_is_a_window() -> None:
-    need("fa3")
-    if find_fa3().lacks("LOCAL"):
-        with pytest.raises(UnsupportedError, match="window: expected none"):
-            attention(*batch(300, 300, 64)[:3], backend="fa3", window=(40, 0))
-        return
-    tensors = batch(300, 300, 64)
-    for a, b in zip(exact(tensors, window=(40, 0)), run(tensors, "fa3", window=(40, 0)), strict=True):
-        assert sqnr_db(a, b) > 42
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -28,7 +28,7 @@ def many_steps(stage: int, fp8: dict[str, Any] | None) -> tuple[list[int], list[
             engine.step()
             if (step + 1) % EVERY == 0:
                 allocated.append(torch.cuda.memory_allocated())
-                waits.append(count.number)
+                waits.append(len(count))
     training.destroy(engine)
     return allocated, waits
 

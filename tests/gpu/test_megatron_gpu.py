@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from pretrain_arguments import distance, each, losses_in
 from processes import ENDED, run_or_end
 
 from megatron_patches.cpu import copy_helper
@@ -90,7 +91,7 @@ def losses(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
         reason = f"none after {LIMIT:.0f} s" if status == ENDED else status
         assert status == 0, f"status {reason}\n{printed[-3000:]}\n{first_error(err.read_text())}"
         run.output = printed  # type: ignore[attr-defined]
-        found = [float(value) for value in re.findall(r"iteration +\d+/.*?lm loss: ([0-9.E+-]+)", printed)]
+        found = losses_in(printed)
         assert found and all(0 < value < 20 for value in found), printed[-3000:]
         if checked:
             looks = re.findall(r"checked [1-9]\d* FP8 weights", printed)
@@ -98,15 +99,6 @@ def losses(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
         return found
 
     return run
-
-
-def each(found: list[float]) -> list[float]:
-    """Of each iteration: Megatron's second line of a run is the mean of two, it starts anew after that one."""
-    return [found[0], 2 * found[1] - found[0], *found[2:]]
-
-
-def distance(one: list[float], other: list[float]) -> float:
-    return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
 RESHARDABLE = ("--dist-ckpt-optim-fully-reshardable",)

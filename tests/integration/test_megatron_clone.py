@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pretrain_arguments import ARGUMENTS, FP8, SHARDED, TP, losses_in, words_of_8b
+from pretrain_arguments import ARGUMENTS, FP8, SHARDED, TP, distance, each, losses_in, words_of_8b
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install megatron-core==0.16.1")
 
@@ -50,11 +50,6 @@ def launch(root: Path, *words: str, ranks: int = 1, script: Path | None = None) 
 def losses(run: subprocess.CompletedProcess[str]) -> list[float]:
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     return losses_in(run.stdout)
-
-
-def each(found: list[float]) -> list[float]:
-    """Of each iteration: Megatron's second line of a run is the mean of two, it starts anew after that one."""
-    return [found[0], 2 * found[1] - found[0], *found[2:]]
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +94,7 @@ def test_fp8_losses_follow_megatrons(root: Path, stock: Any, words: tuple[str, .
     run = launch(root, *ARGUMENTS, *words, *FP8, ranks=ranks)
     found, expected = losses(run), stock(words, ranks)
     assert len(found) == 5 and found != expected
-    assert max(abs(one - other) for one, other in zip(found, expected, strict=True)) < 0.01
+    assert distance(found, expected) < 0.01
     assert len(re.findall(r"\[fp8\] iteration +\d+ \| coverage: (?:8\d)\.\d+ % of GEMM FLOPs", run.stdout)) == 5
 
 
@@ -111,7 +106,7 @@ def test_the_stock_script_takes_our_spec(root: Path, tmp_path: Path, stock: Any)
         words = (*FP8, "--spec", "megatron_patches.layer_specs", name)
         found[name] = losses(launch(root, *ARGUMENTS, *words, script=script))
         assert found[name] != expected
-        assert max(abs(one - other) for one, other in zip(found[name], expected, strict=True)) < 0.01
+        assert distance(found[name], expected) < 0.01
     assert found["gpt"] != found["gpt_fa3_fp8_emulated"], "the end of the name is the backend of attention"
 
 
@@ -137,7 +132,7 @@ def test_experts_follow_megatrons(root: Path, stock: Any, freq: str) -> None:
     run = launch(root, *ARGUMENTS, *words, *FP8)
     found, expected = losses(run), stock(words, 1)
     assert len(found) == 5 and found != expected
-    assert max(abs(one - other) for one, other in zip(found, expected, strict=True)) < 0.02
+    assert distance(found, expected) < 0.02
 
 
 PARSE = """
@@ -199,7 +194,7 @@ def test_checkpoints_go_to_stock_and_back(root: Path, tmp_path: Path) -> None:
     other = losses(launch(root, *ARGUMENTS, *words, *load, *second))
     again = losses(launch(root, *ARGUMENTS, *words, *load, *FP8))
     assert len(other) == len(again) == 5
-    assert max(abs(one - two) for one, two in zip(other, again, strict=True)) < 0.01
+    assert distance(other, again) < 0.01
     assert other[0] < begun[0]
     back = losses(launch(root, *ARGUMENTS, *words, *FP8, "--load", str(tmp_path / "second"), "--train-iters", "12"))
     assert len(back) == 2 and back[0] < other[0]
@@ -214,7 +209,7 @@ def test_fp8_states_follow_stock_and_resume_where_they_stopped(root: Path, tmp_p
     assert len(whole) == 8 and each(whole) == pytest.approx([*each(begun), *each(resumed)], abs=3e-6)  # six decimals
     plain, expected = losses(launch(root, *ARGUMENTS, *SHARDED, *FP8, ranks=2)), stock(SHARDED, 2)
     assert begun[1:] != plain[1:], "the optimizer is another"
-    assert max(abs(one - other) for one, other in zip(begun, expected, strict=True)) < 0.01
+    assert distance(begun, expected) < 0.01
 
 
 def test_the_cpu_trial_learns(root: Path, tmp_path: Path) -> None:

@@ -51,40 +51,30 @@ def test_8b_fuses_gradient_accumulation_where_it_can_and_has_an_optimizer_that_r
     assert words[words.index("--transformer-impl") + 1] == ("transformer_engine" if env["ENGINE"] == "te" else "local")
 
 
-@pytest.fixture(scope="module")
-def prepared(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def prepared(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What prepare_data.py has written, in this process: a start of Megatron takes seconds."""
-    folder = tmp_path_factory.mktemp("text")
     script = root / "examples/megatron/prepare_data.py"
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", [str(script), str(tmp_path)])
+    runpy.run_path(str(script), run_name="__main__")
+    return tmp_path
+
+
+def test_text_comes_back_from_megatrons_format_and_the_trials_vocabulary_has_every_token(
+    root: Path, prepared: Path
+) -> None:
+    """NullTokenizer of core 0.16 adds a token for the end of a document to --vocab-size; that of 0.19 does not."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    train, held_out = (IndexedDataset(str(prepared / split)) for split in ("train", "held_out"))
+    largest = max(int(document.max()) for dataset in (train, held_out) for document in dataset)
+    for name in ("cpu_trial.sh", "prepare_data.py"):
+        (size,) = re.findall(r"--vocab-size (\d+)", (root / "examples/megatron" / name).read_text())
+        assert largest < int(size), name
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", list(sys.path))
-        patch.setattr(sys, "argv", [str(script), str(folder)])
-        runpy.run_path(str(script), run_name="__main__")
-    return folder
-
-
-@pytest.mark.parametrize(("version", "added"), [("0.16", 1), ("0.19", 0)])
-@pytest.mark.parametrize("name", ["cpu_trial.sh", "prepare_data.py"])
-def test_the_trials_vocabulary_has_every_token(root: Path, prepared: Path, name: str, version: str, added: int) -> None:
-    """NullTokenizer of core 0.16 adds one for the end of a document to --vocab-size; that of 0.19 does not."""
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    (size,) = re.findall(r"--vocab-size (\d+)", (root / "examples/megatron" / name).read_text())
-    for split in ("train", "held_out"):
-        largest = max(int(document.max()) for document in IndexedDataset(str(prepared / split)))
-        assert largest < int(size) + added, version
-
-
-def test_text_comes_back_from_megatrons_format(root: Path, prepared: Path) -> None:
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    sys.path.insert(0, str(root / "examples/deepspeed"))
-    try:
+        patch.syspath_prepend(str(root / "examples/deepspeed"))
         from data import read_stdlib
-    finally:
-        sys.path.pop(0)
     text = read_stdlib("held_out")
-    dataset = IndexedDataset(str(prepared / "held_out"))
-    assert bytes(dataset[1][:-1].astype("uint8")) == bytes(text[1 << 16 : 2 << 16].numpy())
-    assert dataset[0][-1] == 256
-    assert sum(len(document) - 1 for document in dataset) == len(text)
+    assert bytes(held_out[1][:-1].astype("uint8")) == bytes(text[1 << 16 : 2 << 16].numpy())
+    assert held_out[0][-1] == 256 and sum(len(document) - 1 for document in held_out) == len(text)

@@ -14,27 +14,10 @@ _WARNING = "called a synchronizing CUDA operation"
 its first use in a process the mode also warns that it does not yet "detect all synchronizing operations"."""
 
 
-class HostWaits:
-    """Grows by one at each wait inside `with host_waits() as waits:`.
-
-    Attributes:
-        names: what waited: the line of Python that called for it, or whose `synchronize` it was.
-    """
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def add(self, name: str) -> None:
-        self.names.append(name)
-
-    @property
-    def number(self) -> int:
-        return len(self.names)
-
-
 @contextmanager
-def host_waits() -> Iterator[HostWaits]:
-    """Counts calls that make the host wait for a GPU: copies to the host, `.item()`, what is named `synchronize`.
+def host_waits() -> Iterator[list[str]]:
+    """Lists calls that make the host wait for a GPU: copies to the host, `.item()`, what is named `synchronize`; each
+    by the line of Python that called for it, or whose `synchronize` it was.
 
     By torch's synchronisation debug mode, whose warnings are counted and not shown, and, as the mode leaves them out,
     by torch.cuda's `synchronize`, `Event.synchronize` and `Stream.synchronize`, whether or not there is still something
@@ -45,20 +28,21 @@ def host_waits() -> Iterator[HostWaits]:
     """
     if not torch.cuda.is_available():
         raise RuntimeError("host_waits counts waits for a CUDA device, and there is none")
-    count, mode = HostWaits(), torch.cuda.get_sync_debug_mode()
+    found: list[str] = []
+    mode = torch.cuda.get_sync_debug_mode()
     places: tuple[Any, ...] = (torch.cuda, torch.cuda.Event, torch.cuda.Stream)
     stock = [place.synchronize for place in places]
 
     def counted(place: Any, function: Callable[..., None]) -> Callable[..., None]:
         def call(*args: Any, **kwargs: Any) -> None:
-            count.add(f"{place.__name__}.synchronize")
+            found.append(f"{place.__name__}.synchronize")
             function(*args, **kwargs)
 
         return call
 
     def seen(message: Warning | str, category: Any, filename: str, lineno: int, *args: Any, **kwargs: Any) -> None:
         if _WARNING in str(message):
-            count.add(f"{filename}:{lineno}")
+            found.append(f"{filename}:{lineno}")
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -67,7 +51,7 @@ def host_waits() -> Iterator[HostWaits]:
             place.synchronize = counted(place, function)
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield count
+            yield found
         finally:
             torch.cuda.set_sync_debug_mode(mode)
             for place, function in zip(places, stock, strict=True):

@@ -68,29 +68,25 @@ def test_page_and_models_list_the_same_keys_values_and_defaults() -> None:
 
 
 @PAGE
-def test_blocks_of_configuration_can_be_loaded(page: Path) -> None:
-    for text in fenced(page, "json"):
-        config = json.loads(text if text.lstrip().startswith("{") else "{" + text + "}")
-        if "fp8" in config:
-            fp8 = Fp8Config.from_block(config["fp8"])
-            stage = config.get("zero_optimization", {}).get("stage", 2)
-            fp8.validate_with({"zero_optimization": {"stage": stage}})
-            refuse_config({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}} | config)
-
-
-@PAGE
-def test_whole_configurations_would_start(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those in braces, which a reader takes as they are; only whether fp8_ds is loaded is left open."""
+def test_blocks_of_configuration_can_be_loaded_and_whole_ones_would_start(
+    page: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those in braces are whole, and a reader takes them as they are; only whether fp8_ds is loaded is left open."""
     monkeypatch.setattr(diagnosis, "autoload_check", lambda: Check("autoload", "optional", "off"))
     for text in fenced(page, "json"):
-        if text.lstrip().startswith("{"):
-            verdict = check_config(json.loads(text))
-            assert verdict.on == "if", verdict.reasons
-            optimizer = json.loads(text).get("optimizer", {})
+        is_whole = text.lstrip().startswith("{")
+        config = json.loads(text if is_whole else "{" + text + "}")
+        fp8 = Fp8Config.from_block(config["fp8"]) if "fp8" in config else None
+        if fp8 is not None:
+            stage = {"zero_optimization": {"stage": config.get("zero_optimization", {}).get("stage", 2)}}
+            fp8.validate_with(stage)
+            refuse_config(stage | {"bf16": {"enabled": True}} | config)
+        if is_whole:
+            assert check_config(config).on == "if"
+            optimizer = config.get("optimizer", {})
             is_adam = str(optimizer.get("type")).lower() in ("adam", "adamw")
-            has_fp32_states = Fp8Config.from_block(json.loads(text)["fp8"]).optimizer.states == "fp32"
-            if is_adam and has_fp32_states and not optimizer["params"].get("torch_adam"):  # compiled, in silence
-                assert '"torch_adam": true' in page.read_text()
+            if is_adam and fp8.optimizer.states == "fp32" and not optimizer["params"].get("torch_adam"):
+                assert '"torch_adam": true' in page.read_text()  # it is compiled, in silence
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -203,17 +203,6 @@ def test_a_layer_that_the_schedule_keeps_in_bf16_is_not_called_fp8(tmp_path: Pat
     assert more == 3 * 64 * 128 * (2 if stage == 2 else 1)
 
 
-def test_a_schedule_of_no_step_in_fp8_leaves_no_layer_in_fp8(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    never = {"bf16_until_step": 60, "bf16_last_fraction": 0.5, "total_steps": 100}
-    common = ("plan", "llama-8b", "--world", 2, *SMALL, "--config")
-    code, found = run(*common, written(tmp_path, fp8={"schedule": never}))
-    assert code == 1 and found["num_fp8"] == 0 and not found["schedule_varies"]
-    assert found["gathered_bytes_per_pass"] == 2 * found["parameters"]  # nothing is gathered in FP8 then
-    code, found = run(*common, written(tmp_path, fp8={"schedule": {**never, "layers": {"up_proj": "fp8"}}}))
-    assert code == 0 and found["num_fp8"] == 3
-
-
 def test_layers_that_are_too_small_to_gain_are_named_with_the_filter_that_leaves_them_in_bf16(tmp_path: Path) -> None:
     """They stay in FP8; the filter that is named leaves all of them in bf16, and no other."""
     pytest.importorskip("transformers")
