@@ -72,11 +72,11 @@ SKIPPED: list[tuple[int, dict[str, Any], int, float, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("stage", "fp8", "accumulation", "poison", "overrides"), SKIPPED)
+@on_ranks(2)
 def test_all_ranks_skip_the_same_step_and_keep_every_bit(
-    ranks: Any, stage: int, fp8: dict[str, Any], accumulation: int, poison: float, overrides: dict[str, Any]
+    stage: int, fp8: dict[str, Any], accumulation: int, poison: float, overrides: dict[str, Any]
 ) -> None:
-    for result in ranks(2).run(poisoned, stage, fp8, accumulation, poison, **overrides):
-        assert_skipped(result)
+    assert_skipped(poisoned(stage, fp8, accumulation, poison, **overrides))
 
 
 def assert_skipped(result: dict[str, Any]) -> None:
@@ -87,10 +87,11 @@ def assert_skipped(result: dict[str, Any]) -> None:
     assert all(math.isfinite(loss) and loss < 6 for loss in result["losses"])
 
 
-def test_unchecked_gradients_that_are_not_finite_show_as_nan(ranks: Any) -> None:
+@on_ranks(2)
+def test_unchecked_gradients_that_are_not_finite_show_as_nan() -> None:
     """In stage 1, as in stock: FP8's saturation does not hide them. Stage 3 checks always."""
-    for result in ranks(2).run(poisoned, 1, DELAYED, 1, math.nan, **UNCHECKED):
-        assert result["skipped"] == 0 and math.isnan(result["losses"][0])
+    result = poisoned(1, DELAYED, 1, math.nan, **UNCHECKED)
+    assert result["skipped"] == 0 and math.isnan(result["losses"][0])
 
 
 IN_FP16 = {"communication_data_type": "fp16"}
@@ -103,14 +104,13 @@ WHOLE = {**IN_FP16, "zero_optimization": {"reduce_scatter": False}}
     [(1, {}, 5e4, WHOLE, IN_FP16), (3, states("e4m11"), 1e6, IN_FP16, {})],
     ids=["1-sum", "3-e4m11-sent"],
 )
+@on_ranks(2)
 def test_a_gradient_that_only_its_reduction_over_ranks_makes_infinite_is_skipped_too(
-    ranks: Any, stage: int, fp8: dict[str, Any], gradient: float, overflows: dict[str, Any], holds: dict[str, Any]
+    stage: int, fp8: dict[str, Any], gradient: float, overflows: dict[str, Any], holds: dict[str, Any]
 ) -> None:
     """Finite on each rank; fp16 (at most 65504) does not hold the sum of both ranks, or what each of them sends."""
-    for result in ranks(2).run(poisoned, stage, fp8, 1, gradient, True, **overflows):
-        assert_skipped(result)
-    for result in ranks(2).run(poisoned, stage, fp8, 1, gradient, True, **holds):
-        assert result["skipped"] == 0
+    assert_skipped(poisoned(stage, fp8, 1, gradient, True, **overflows))
+    assert poisoned(stage, fp8, 1, gradient, True, **holds)["skipped"] == 0
 
 
 # --- activations ---

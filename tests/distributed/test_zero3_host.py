@@ -75,26 +75,18 @@ def losses_of_a_trace_that_breaks(
 
 
 @pytest.mark.parametrize("fp8", [{}, STATES], ids=["fp32", "fp8"])
-def test_blocks_that_are_on_their_way_when_the_model_takes_another_way_do_no_harm(
-    ranks: Any, fp8: dict[str, Any]
+@on_ranks(2)
+def test_blocks_that_are_on_their_way_when_the_model_takes_another_way_do_no_harm_and_nor_does_how_they_are_sent(
+    fp8: dict[str, Any],
 ) -> None:
     """DeepSpeed walks through all that is in flight then."""
     a_block = 4 * 64 * 64
-    with_prefetch, without = (ranks(2).run(losses_of_a_trace_that_breaks, fp8, num)[0] for num in (a_block, 0))
-    assert with_prefetch == without and with_prefetch[-1] < with_prefetch[0]
-
-
-@pytest.mark.parametrize("fp8", [{}, STATES], ids=["fp32", "fp8"])
-def test_steps_have_the_same_bits_with_weights_and_gradients_sent_each_by_itself(
-    ranks: Any, fp8: dict[str, Any]
-) -> None:
-    a_block = 4 * 64 * 64
-    for accumulation in (1, 2):  # the first of a step come where they are added up
-        each, together = (
-            ranks(2).run(losses_of_a_trace_that_breaks, fp8, a_block, least, accumulation)
-            for least in (0, collectives.MIN_BYTES)
-        )
-        assert each == together
+    without = losses_of_a_trace_that_breaks(fp8, 0)
+    assert losses_of_a_trace_that_breaks(fp8, a_block) == without and without[-1] < without[0]
+    assert losses_of_a_trace_that_breaks(fp8, a_block, 0) == without  # weights and gradients are sent each by itself
+    # Of two micro-batches the first one's gradients come where they are added up.
+    accumulated = losses_of_a_trace_that_breaks(fp8, a_block, accumulation=2)
+    assert losses_of_a_trace_that_breaks(fp8, a_block, 0, accumulation=2) == accumulated
 
 
 @contextmanager

@@ -20,6 +20,8 @@ from torch import Tensor
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.numerics.masters import BY_NAME, encode
 from fp8_ds.numerics.scale import scale_from_amax
+from fp8_ds.ops.adamw import AdamShard
+from fp8_ds.optim.states import allocate_lo, read_dense
 
 Shapes = dict[str, tuple[int, ...]]
 PRECISION = {"e4m19": 2.0**-20, "e4m11": 2.0**-12}
@@ -255,3 +257,28 @@ def offloaded(stage: int, kind: str) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_offload_leaves_nothing_behind(stage: int, kind: str) -> None:
     on_threads(2, offloaded, stage, kind)
+
+
+@pytest.mark.parametrize("kind", TENSORS)
+def test_addresses_are_forgotten_when_states_leave_and_when_they_come_back(kind: str) -> None:
+    """What the kernel knows of where they lie."""
+
+    def moved() -> None:
+        zero = trained(2, RAGGED, states("e4m11"), 1)
+        prepared = zero.optimizer.core._prepared
+        for move in (lambda: zero.offload_states(include=[OffloadStateTypeEnum(kind)]), zero.reload_states):
+            assert len(prepared) > 0
+            move()
+            assert len(prepared) == 0
+            zero.give(gradients(RAGGED, 1))
+            zero.step()
+
+    on_threads(1, moved)
+
+
+def test_a_master_whose_low_part_is_elsewhere_is_read_where_the_high_part_is() -> None:
+    """As in a save while states are offloaded. "meta" stands in for a GPU, which refuses tensors of two devices too."""
+    hi = torch.zeros(200, dtype=torch.uint8, device="meta")
+    shard = AdamShard("weight", 200, 0, 0, 0, 0, BY_NAME["e4m11"], hi)
+    allocate_lo(shard, torch.device("cpu"))
+    read_dense(shard, None, torch.empty(200, device="meta"), torch.ones(1))
