@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import megatron_training as mt
@@ -24,29 +23,18 @@ FP8 = ("e4m19", "e4m11")
 CODES = ("lo", "m", "v", "m_scale_inv", "v_scale_inv")
 
 
-class Quantizer:
-    def set_usage(self, **usages: bool) -> None:
-        """Nothing asks for them here."""
-
-
 class StandIn(torch.Tensor):
     """Nominally bf16; holds uint8 `_data` and float32 `_scale_inv` [1]. Whatever computes with it gets its value."""
 
     _data: Tensor
     _scale_inv: Tensor
     _initial: Tensor | None
-    _transpose: Tensor | None = None
 
     @staticmethod
     def __new__(cls, data: Tensor, scale_inv: Tensor, initial: Tensor | None) -> StandIn:
         made = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.bfloat16, device=data.device)
         made._data, made._scale_inv, made._initial = data, scale_inv, initial
-        made._quantizer = Quantizer()
         return made
-
-    def update_usage(self, columnwise_usage: bool | None = None) -> None:
-        assert columnwise_usage is False, "nobody here reads transposes"
-        self._transpose = None
 
     @classmethod
     def quantize(cls, value: Tensor) -> StandIn:
@@ -85,12 +73,9 @@ def replace_raw_data(tensor: StandIn, data: Tensor) -> None:
     tensor._data = data
 
 
-STAND_IN = SimpleNamespace(
-    make=lambda drawn: nn.Parameter(StandIn.quantize(drawn)),
-    tensor=StandIn,
-    replace_raw_data=replace_raw_data,
-    post_all_gather_processing=None,
-)
+def stand_in(drawn: Tensor) -> nn.Parameter:
+    return nn.Parameter(StandIn.quantize(drawn))
+
 
 stock_build = mt.build
 
@@ -115,15 +100,13 @@ def bf16(distributed: bool, **kwargs: Any) -> mt.Layout:
 def run(
     layout: mt.Layout,
     master: str | None,
-    engine: Any = STAND_IN,
-    states: dict[str, Any] | None = None,
+    make: Callable[[Tensor], nn.Parameter] | None = None,
     **options: Any,
 ) -> Iterator[mt.Training]:
     """A training with these masters; None: stock.
 
     Args:
-        engine: what makes FP8 weights.
-        states: options of OptimizerStates.
+        make: makes an FP8 weight of what was drawn.
         options: of Megatron's OptimizerConfig.
     """
     from megatron.core import fp8_utils
@@ -139,13 +122,13 @@ def run(
             # gloo coalesces tensors of two dtypes into wrong values
             patch.setattr(param_and_grad_buffer, "_coalescing_manager", lambda group, **kwargs: nullcontext())
             patch.setattr(fp8_utils, "HAVE_TE_FP8_TENSOR_CLASS", True)
-            patch.setattr(fp8_utils, "FP8_TENSOR_CLASS", engine.tensor)
-            patch.setattr(fp8_utils, "_modify_underlying_storage_impl", engine.replace_raw_data)
-            patch.setattr(fp8_utils, "te_post_all_gather_processing", engine.post_all_gather_processing)
+            patch.setattr(fp8_utils, "FP8_TENSOR_CLASS", StandIn)
+            patch.setattr(fp8_utils, "_modify_underlying_storage_impl", replace_raw_data)
+            patch.setattr(fp8_utils, "te_post_all_gather_processing", None)
             patch.setattr(fp8_utils, "dequantize_fp8_tensor", lambda tensor: tensor.dequantize())
-            patch.setattr(mt, "build", lambda layout: build(layout, engine.make))
+            patch.setattr(mt, "build", lambda layout: build(layout, make or stand_in))
             options["fp8_recipe"] = "tensorwise"
-        of_states = optimizer.OptimizerStates(master, **(states or {})) if master else None
+        of_states = optimizer.OptimizerStates(master) if master else None
         applied = patches.apply(optimizer.replacements(of_states)) if of_states else None
         try:
             yield mt.Training(layout, **options)

@@ -6,7 +6,7 @@ import random
 import signal
 import threading
 import time
-from dataclasses import dataclass
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -57,44 +57,34 @@ def resume_and_save(
     return time.monotonic() - begin, engine.global_steps
 
 
-@dataclass
-class Kills:
-    """How many left the old checkpoint, and the new one; after how many a torn one lay beside it; steps done twice."""
+def kill_rounds(folder: Path, stage: int, fp8: dict[str, Any], num_kills: int, seed: int) -> Counter[str]:
+    """`num_kills` of them before a save had ended on all ranks; those that came too late do not count.
 
-    old: int = 0
-    new: int = 0
-    torn: int = 0
-    again: int = 0
-
-
-def kill_rounds(folder: Path, stage: int, fp8: dict[str, Any], num_kills: int, seed: int) -> Kills:
-    """`num_kills` of them before a save had ended on all ranks; those that came too late do not count."""
-    generator = random.Random(seed)
-    pool = RankPool(2)
-    kills = Kills()
+    Returns:
+        how many left the "old" checkpoint, and the "new" one; after how many a "torn" one lay beside it; steps done
+        "again".
+    """
+    generator, pool = random.Random(seed), RankPool(2)
+    kills: Counter[str] = Counter()
     try:
         duration, step = pool.run(resume_and_save, str(folder), stage, fp8, None)[0]
-        while kills.old + kills.new < num_kills:
+        while kills["old"] + kills["new"] < num_kills:
             pool.close()
             fate = generator.randrange(2), generator.uniform(1e-6, 1.3 * duration)
             killer = threading.Thread(target=kill_the_others, args=(pool, fate[0]))
-            states = {
-                step: torch.load(folder / f"state{step}.pt")
-                for step in (step, step + 1)
-                if (folder / f"state{step}.pt").exists()
-            }
-            kills.torn += any(folder.glob(TORN))
-            kills.again += step + 1 in states
+            paths = {number: folder / f"state{number}.pt" for number in (step, step + 1)}
+            states = {number: torch.load(path) for number, path in paths.items() if path.exists()}
+            kills["torn"] += any(folder.glob(TORN))
+            kills["again"] += step + 1 in states
             pool._start()
             killer.start()
             try:
                 duration, step = pool.run(resume_and_save, str(folder), stage, fp8, states, fate)[0]
             except RankError as error:
                 assert "died" in str(error), error
-                found = newest_header(folder)["global_steps"]
+                found = newest_step(folder)
                 assert found in (step, step + 1)
-                kills.old += found == step
-                kills.new += found > step
+                kills["old" if found == step else "new"] += 1
                 step = found
             killer.join()
     finally:
@@ -111,12 +101,12 @@ def kill_the_others(pool: RankPool, victim: int) -> None:
         process.kill()
 
 
-def newest_header(folder: Path) -> dict[str, Any]:
+def newest_step(folder: Path) -> int:
     from fp8_ds.checkpoint import folders
 
     manifest = folders.read_manifest(folder / folders.folders_of(folder, (folder / folders.LATEST).read_text())[0])
     assert manifest is not None, "latest points to a checkpoint that is not complete"
-    return manifest.header
+    return int(manifest.header["global_steps"])
 
 
 def test_a_run_killed_while_saving_resumes_bit_for_bit_from_the_last_complete_checkpoint(tmp_path: Path) -> None:
@@ -130,5 +120,4 @@ def test_a_run_killed_while_saving_resumes_bit_for_bit_from_the_last_complete_ch
 def test_twenty_kills_at_random_moments_of_a_save(tmp_path: Path, stage: int, fp8: dict[str, Any]) -> None:
     kills = kill_rounds(tmp_path, stage, fp8, num_kills=20, seed=stage)
     print(f"ZeRO-{stage} {fp8}: {kills}")
-    assert kills.old + kills.new == 20
-    assert min(kills.old, kills.torn, kills.again) >= 3, "the kills did not fall into the saves"
+    assert min(kills["old"], kills["torn"], kills["again"]) >= 3, "the kills did not fall into the saves"

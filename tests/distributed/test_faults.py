@@ -15,6 +15,8 @@ import torch
 import training
 from support.ranks import RankError, RankPool
 
+from fp8_ds.checkpoint import folders
+
 pytestmark = pytest.mark.distributed
 
 MODEL = {"width": 32, "hidden": 72, "num_blocks": 2}
@@ -63,6 +65,8 @@ def arm(engine: Any, moment: str, fate: Callable[..., None]) -> None:
         setattr(engine.optimizer, name, fate)
     elif moment == "save":
         engine.checkpoint_engine.save = fate
+    elif moment == "load":
+        folders.damage = fate
     else:
         raise AssertionError(moment)
 
@@ -82,8 +86,10 @@ def train_with_a_fault(folder: str, victim: int, stage: int, fp8: dict[str, Any]
         arm(engine, moment, {"die": die, "stop": stop}[fate])
     Path(folder, f"armed{dist.get_rank()}").touch()
     try:
-        training.train(engine, 2, first_step=2)
-        engine.save_checkpoint(folder)
+        if moment != "load":
+            training.train(engine, 2, first_step=2)
+            engine.save_checkpoint(folder)
+        engine.load_checkpoint(folder)
     except Exception:  # of whichever library sees first that a rank is gone
         Path(folder, f"ended{dist.get_rank()}").touch()
         raise
@@ -126,8 +132,9 @@ def resumes(folder: str, stage: int, fp8: dict[str, Any]) -> list[float]:
     [
         (3, RELEASE, "backward", 2),
         (1, STATES, "save", 1),
+        (2, {}, "load", 1),
     ],
-    ids=["3-release-backward", "1-states-save"],
+    ids=["3-release-backward", "1-states-save", "2-load"],
 )
 def test_a_killed_rank_ends_the_others_and_the_run_resumes(
     mortal_ranks: Any, tmp_path: Path, stage: int, fp8: dict[str, Any], moment: str, victim: int
@@ -197,6 +204,31 @@ def group_timeouts(stage: int) -> set[float]:
 def test_zeros_group_waits_no_longer_than_the_default_group(mortal_ranks: Any) -> None:
     for found in mortal_ranks(GROUP_TIMEOUT).run(group_timeouts, 3):
         assert found == {GROUP_TIMEOUT}
+
+
+def load_late(folder: str) -> None:
+    import torch.distributed as dist
+
+    engine = build(2, {})
+    training.train(engine, 1)
+    engine.save_checkpoint(folder)
+    damage, num_calls = folders.damage, 0
+
+    def late(*args: Any) -> str:
+        nonlocal num_calls
+        num_calls += 1
+        if dist.get_rank() == LATE and num_calls == 1:
+            time.sleep(1.5 * GROUP_TIMEOUT)
+        return damage(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folders, "damage", late)
+        assert engine.load_checkpoint(folder)[0] is not None
+    training.destroy(engine)
+
+
+def test_ranks_wait_for_file_work_longer_than_the_time_out(mortal_ranks: Any, tmp_path: Path) -> None:
+    mortal_ranks(GROUP_TIMEOUT).run(load_late, str(tmp_path))
 
 
 def too_late() -> str:

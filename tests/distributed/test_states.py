@@ -98,49 +98,6 @@ def assert_bytes_are_high_parts(
         assert float(torch.frexp(scale_inv)[0]) == 0.5, name  # a power of two
 
 
-class Aligned(nn.Module):
-    """Parameters that 1, 2 and 4 ranks cut at multiples of 128 in all stages. It is never run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(16, 128)
-        self.up = nn.Linear(128, 64, bias=False)
-        self.down = nn.Linear(64, 128, bias=False)
-        self.gain = nn.Parameter(torch.ones(512))
-
-
-def inject(optimizer: Any, gradient: Any) -> tuple[list[Tensor], list[Any]]:
-    """What `_fp8_gradients` gives: this rank's parts of whole gradients, and the parameters they are of."""
-    shards = optimizer.optimizer.core.shards
-    params = dict(optimizer.module.named_parameters()) if hasattr(optimizer, "module") else {}
-    whole = {shard.name: gradient(shard.name, 1 << 16) for shard in shards}
-    dummy = nn.Parameter(torch.zeros(1))
-    return [whole[s.name][s.start : s.start + s.numel] for s in shards], [params.get(s.name, dummy) for s in shards]
-
-
-def many_scales(step: int) -> Any:
-    """Gradients with a range of their own per group of 128 and parameter, some groups all zero, bf16."""
-
-    def gradient(name: str, numel: int) -> Tensor:
-        generator = torch.Generator().manual_seed(1000 * step + len(name))
-        ranges = torch.exp2(torch.randint(-24, 4, (numel // 128, 1), generator=generator).float())
-        ranges[5::7] = 0
-        return (torch.randn(numel // 128, 128, generator=generator) * ranges).flatten().bfloat16()
-
-    return gradient
-
-
-def assembled(per_rank: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Tensor]]:
-    """Whole parameters from the parts of all ranks."""
-    whole = {}
-    for name in {name for part in per_rank for name in part}:
-        parts = sorted((part[name] for part in per_rank if name in part), key=lambda p: p["start"])
-        assert all(part["start"] % 128 == 0 for part in parts), name
-        keys = [key for key in parts[0] if key != "start"]
-        whole[name] = {key: torch.cat([part[key] for part in parts]) for key in keys}
-    return whole
-
-
 def largest_difference(left: list[float], right: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(left, right, strict=True))
 

@@ -1,14 +1,16 @@
-"""What is said where a run has other layers in FP8 than its checkpoint."""
+"""State of ours that this version does not know, and what is said where a run has other layers in FP8."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+import pytest
 from torch import nn
 
-from fp8_ds.checkpoint.state import _how_to_keep
+from fp8_ds.checkpoint.state import _how_to_keep, wrong_entries
 from fp8_ds.config import LinearConfig
+from fp8_ds.errors import ConfigError
 from fp8_ds.nn.plan.plan import make_plan
 
 
@@ -30,3 +32,9 @@ def block_of(told: str) -> dict[str, Any]:
     """The "linear" block that is said."""
     block: dict[str, Any] = json.loads(told[told.index("{") : told.rindex("}") + 1])
     return block
+
+
+def test_an_unknown_version_is_refused() -> None:
+    context: Any = None
+    with pytest.raises(ConfigError, match="expected version 1, got 99"):
+        wrong_entries(context, {"version": 99}, module_only=False, with_optimizer=True, of_other_shards=False)
