@@ -316,10 +316,12 @@ def steps_of_a_cycle(training: mt.Training, first: int, data: Any) -> list[float
 
 
 def go_on(training: mt.Training, master: str | None, data: Any) -> dict[str, Any]:
+    if master in FP8:
+        ms.assert_bytes_follow_masters(training, str(master))
     found = {"dense": masters(training), "bytes": ms.local_bytes(training)}
     found |= {"losses": steps_of_a_cycle(training, 3, data), "end": ms.local_bytes(training)}
     if master in FP8:
-        ms.assert_bytes_follow_masters(training, master)
+        ms.assert_bytes_follow_masters(training, str(master))
     return found
 
 
