@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -375,3 +376,20 @@ def test_weights_that_fsdp2_shards_do_not_lag_behind_the_optimizer(ranks: Ranks)
     """Between steps a layer has the shard in place of the weight, and the gathered one comes back as it left."""
     kept, always = (ranks(2).run(fully_sharded, flag) for flag in (False, True))
     assert kept == always
+
+
+def test_a_write_that_autograd_sees_and_another_storage_are_noticed_and_copies_have_no_cache() -> None:
+    from fp8_ds.config import LinearConfig
+    from megatron_patches.linear import StepWeight
+
+    weight = torch.nn.Parameter(torch.randn(32, 16))
+    step = weight._fp8 = StepWeight(weight, TensorwiseRecipe(LinearConfig()))  # type: ignore[attr-defined]
+    first = step.data.float() * step.scale_inv
+    assert step.data is step.data
+    with torch.no_grad():
+        weight.mul_(2)
+    torch.testing.assert_close(step.data.float() * step.scale_inv, 2 * first)
+    weight.data = -weight.data
+    torch.testing.assert_close(step.data.float() * step.scale_inv, -2 * first)
+    assert getattr(copy.deepcopy(weight), "_fp8", None) is None
+    assert getattr(pickle.loads(pickle.dumps(weight)), "_fp8", None) is None
