@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import training
 from support.ranks import RankError, RankPool
 
@@ -189,21 +188,6 @@ def test_a_rank_that_comes_late_is_waited_for(mortal_ranks: Any) -> None:
     pool = mortal_ranks(GROUP_TIMEOUT)
     in_time = pool.run(train_late, 0.0)
     assert pool.run(train_late, 2.0) == in_time
-
-
-def group_timeouts(stage: int) -> set[float]:
-    import torch.distributed as dist
-
-    engine = build(stage, {})
-    groups = (dist.group.WORLD, engine.optimizer.dp_process_group)
-    found = {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
-    training.destroy(engine)
-    return found
-
-
-def test_zeros_group_waits_no_longer_than_the_default_group(mortal_ranks: Any) -> None:
-    for found in mortal_ranks(GROUP_TIMEOUT).run(group_timeouts, 3):
-        assert found == {GROUP_TIMEOUT}
 
 
 def load_late(folder: str) -> None:

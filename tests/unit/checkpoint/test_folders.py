@@ -164,20 +164,6 @@ def test_a_kill_at_any_operation_of_one_host_leaves_a_save_that_both_have(
     assert set(outcomes) == {1, 2}
 
 
-@pytest.mark.parametrize(("tag", "is_first"), [("one", False), ("two", False), ("one", True)])
-def test_a_save_that_another_host_cannot_publish_is_undone(tmp_path: Path, tag: str, is_first: bool) -> None:
-    if not is_first:
-        save(tmp_path, "one", 1)
-    new = f.Save(tmp_path, tag, next(IDS), is_latest=True)
-    new.prepare()
-    new.stage(write_files(new.staging, 2))
-    new.publish()
-    assert load(tmp_path) == 2
-    new.undo()
-    assert {path.name for path in tmp_path.iterdir()} == (set() if is_first else {"one", "latest"})
-    assert is_first or load(tmp_path) == 1
-
-
 def test_leftovers_that_cannot_be_removed_do_not_become_part_of_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
