@@ -23,7 +23,7 @@ from fp8_ds.checkpoint import folders
 from fp8_ds.checkpoint.contents import read_data, read_structure
 from fp8_ds.checkpoint.folders import GLOBAL_STATE, MANIFEST, TENSORS, Manifest
 from fp8_ds.checkpoint.state import CALLBACKS_KEY, CHECKPOINT_KEY, wrong_entries
-from fp8_ds.engine.ranks import all_do, say, tell_all
+from fp8_ds.engine.ranks import all_do, say, say_problem, tell_all
 from fp8_ds.engine.saving import host_of, layout
 from fp8_ds.errors import CheckpointError, ConfigError
 from fp8_ds.tp.linears import contexts_of
@@ -88,7 +88,7 @@ def checked(load: Load) -> Iterator[str | None]:
         if found:
             raise next(error for error in found if isinstance(error, ConfigError))
         if manifest is None:
-            say(
+            say_problem(
                 f"fp8: {load.folder / tag} has no {MANIFEST}: all files that it counts are there and hold data only, "
                 "but whether their bytes are those that were written is not known"
             )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fp8_ds.config import Fp8Config
 from fp8_ds.engine.patches import apply_patches
 from fp8_ds.errors import ConfigError, Fp8DsError
+from fp8_ds.log import logger
 
 if TYPE_CHECKING:
     import torch
@@ -60,8 +61,6 @@ def _leave_to_deepspeed(config: dict[str, Any], arguments: Mapping[str, Any]) ->
         ConfigError: `config` has a block that DeepSpeed would pass over; another rank has FP8 on; or an optimizer shall
             train the model of an engine with FP8.
     """
-    from deepspeed.utils import logger
-
     from fp8_ds.config.ds_config import has_optimizer
     from fp8_ds.engine.rank_agreement import is_one_of_many, own_rank, take_side
 

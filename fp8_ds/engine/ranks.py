@@ -1,7 +1,8 @@
-"""Lines for the user in DeepSpeed's log, and file work that all ranks do together."""
+"""Lines for the user in the log, and file work that all ranks do together."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -9,9 +10,9 @@ from typing import Any
 
 import torch.distributed as dist
 from deepspeed import comm as ds_comm
-from deepspeed.utils import logger
 
 from fp8_ds.errors import CheckpointError
+from fp8_ds.log import logger
 
 SLICE_SECONDS = 2.0
 """Time between two exchanges of ranks that wait for each other; far below any time-out of a process group."""
@@ -20,14 +21,19 @@ SAY_SECONDS = 60.0
 _NUM_SHOWN = 3
 
 
-def say(line: str) -> None:
+def say(line: str, level: int = logging.INFO) -> None:
     """Log a line on rank 0, for what all ranks know."""
     if ds_comm.get_rank() == 0:
-        logger.warning(line)
+        logger.log(level, line)
+
+
+def say_problem(line: str) -> None:
+    """Log a warning on rank 0, for what all ranks know."""
+    say(line, logging.WARNING)
 
 
 def warn(line: str, rank: int) -> None:
-    """Log a line on this rank, for what others do not know. It needs no process group."""
+    """Log a warning on this rank, for what others do not know. It needs no process group."""
     logger.warning(f"rank {rank}: {line}")
 
 
@@ -70,5 +76,5 @@ def all_do(what: str, work: Callable[[], Any]) -> tuple[list[Any], list[str]]:
         if time.monotonic() - last_said > SAY_SECONDS:
             last_said = time.monotonic()
             more = " and others" if len(late) > _NUM_SHOWN else ""
-            say(f"fp8: {what}: {last_said - start:.0f} s, and ranks {late[:_NUM_SHOWN]}{more} are not done yet")
+            say_problem(f"fp8: {what}: {last_said - start:.0f} s, and ranks {late[:_NUM_SHOWN]}{more} are not done yet")
     return [entry[0][0] for entry in told], list(dict.fromkeys(entry[0][1] for entry in told if entry[0][1]))

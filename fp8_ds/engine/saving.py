@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fp8_ds.checkpoint import folders
 from fp8_ds.checkpoint.contents import unknown_names
-from fp8_ds.engine.ranks import all_do, say, tell_all
+from fp8_ds.engine.ranks import all_do, say_problem, tell_all
 from fp8_ds.errors import CheckpointError
 
 _NUM_SHOWN = 3
@@ -103,7 +103,7 @@ def save_whole(engine: Any, save_dir: Any, tag: str, is_latest: bool, write: Cal
 
     def begin() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        lock.enter_context(folders.take_lock(folder, f"{host or ''}", say))
+        lock.enter_context(folders.take_lock(folder, f"{host or ''}", say_problem))
         save.prepare()
 
     def read_back() -> _Part:
@@ -130,9 +130,8 @@ def save_whole(engine: Any, save_dir: Any, tag: str, is_latest: bool, write: Cal
         on_hosts(stage)
         on_hosts(save.publish)
         all_do("save_checkpoint", lambda: save.finish() if rank == host else None)  # it is complete in any case
-    say(f"fp8: checkpoint {folder / tag} is complete{', and latest names it' if is_latest else ''}")
     if names := sorted({name for part in parts for name in part.unknown}):
-        say(
+        say_problem(
             f"fp8: the checkpoint holds objects of {', '.join(names)} (of client_state, a scheduler or the optimizer). "
             "Its load will need torch.serialization.add_safe_globals([...]) with these"
         )

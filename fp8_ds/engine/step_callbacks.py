@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp8_ds.engine.compat.config import total_steps
 from fp8_ds.engine.precision import LayerPrecision, Request
-from fp8_ds.engine.ranks import say, warn
+from fp8_ds.engine.ranks import say, say_problem, warn
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.monitor.guard import EVERY as GUARD_EVERY
 from fp8_ds.monitor.guard import Guard, Problems
@@ -68,7 +68,7 @@ class StepCallbacks:
             every, sinks = (settings.every, settings.sinks) if settings.every else (GUARD_EVERY, ())
             self.monitor = health_monitor(engine, every, sinks, partial(warn, rank=engine.global_rank))
             if has_guard:
-                self.guard = make_guard(engine, self._send_to_bf16, say)
+                self.guard = make_guard(engine, self._send_to_bf16, say_problem)
                 self.monitor.listen(self.guard)
             flush = weakref.WeakMethod(self.monitor.flush)  # an engine may live until the process ends, not destroyed
             atexit.register(lambda: None if (last := flush()) is None else last())
@@ -121,7 +121,7 @@ class StepCallbacks:
         """Log one line for each run of skipped steps. The host may know of them a step late."""
         self._num_skipped = 0 if self._engine.was_step_applied() else self._num_skipped + 1
         if self._num_skipped == _NUM_SKIPPED:
-            say(
+            say_problem(
                 f"fp8: {_NUM_SKIPPED} steps in a row were skipped, up to step {self._engine.global_steps}: a gradient "
                 "was infinite or NaN in each. If the loss is NaN too, look for NaN in engine.module.state_dict(), at "
                 "what was last written into weights, and load a checkpoint; else look at the batches. More in "
@@ -203,7 +203,9 @@ def _check_scales(engine: Any) -> None:
     history: AmaxHistory | None = engine.fp8.history
     if history is not None and dist.get_rank(engine.optimizer.dp_process_group) == 0:
         rank = engine.global_rank
-        tell = say if rank == 0 else partial(warn, rank=rank)  # of another pipeline stage, or part of its layers
+        tell = (
+            say_problem if rank == 0 else partial(warn, rank=rank)
+        )  # of another pipeline stage, or part of its layers
         history.check = ScaleCheck(history.names, history.amax_local, history.fp8_max, tell)
 
 

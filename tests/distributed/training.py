@@ -291,17 +291,14 @@ def assert_fp8_follows_masters(state: dict[str, tuple[Tensor, Tensor]], masters:
 
 @contextmanager
 def log_lines() -> Iterator[list[str]]:
-    """What DeepSpeed's logger is told."""
-    from deepspeed.utils import logger
+    """What the logger is told."""
+    from fp8_ds.log import logger
 
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    level = logger.level
-    logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     try:
         yield said
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(level)

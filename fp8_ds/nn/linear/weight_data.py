@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fp8_ds.errors import UnsupportedError
+from fp8_ds.log import warn_once
 
 # What describes a tensor or books it in autograd, and must see the Parameter itself. Everything else is a reader.
 METADATA = frozenset(
@@ -166,9 +167,7 @@ def targets_of(name: str, args: Any, kwargs: Any) -> list[Any]:
 def warn_of_loss(weight: Any) -> None:
     """Warn that a value made of a frozen FP8 one is rounded to FP8 again, as when adapters are merged."""
     if not weight._fp8.has_master:
-        from deepspeed.utils import logger  # not above: Megatron's optimizer imports this module, and no DeepSpeed
-
-        logger.warning_once(
+        warn_once(
             "fp8: a frozen weight was written: it is rounded to FP8 again, and nothing keeps it in more bits. Merging "
             "adapters and taking them out again changes the weights. Use ZeRO stage 3, which has a bf16 shard of them, "
             'or "linear.frozen": "bf16".'

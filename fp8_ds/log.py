@@ -1,0 +1,39 @@
+"""The logger "fp8_ds": what a run tells its user, shown by default.
+
+`logging.getLogger("fp8_ds").setLevel(logging.WARNING)` leaves problems only. Where the root logger has handlers, lines
+go to these alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+logger = logging.getLogger("fp8_ds")
+
+
+class _ToStdout(logging.Handler):
+    """Handler that prints lines where DeepSpeed's go, and leaves them to the root logger's handlers if it has any."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.root.handlers:
+            print(self.format(record), flush=True)
+
+
+def _set_up() -> None:
+    """Show lines from INFO on, unless the user has set another level or a handler of his own."""
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    if not logger.handlers:
+        handler = _ToStdout()
+        handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] [%(name)s] %(message)s"))
+        logger.addHandler(handler)
+
+
+_set_up()
+
+
+@cache
+def warn_once(line: str) -> None:
+    """Log a warning the first time that this process has it."""
+    logger.warning(line)
