@@ -86,6 +86,7 @@ class LinearConfig(_Block):
     num_layers_at_start_in_bf16: Annotated[int, Field(ge=0)] = 0
     num_layers_at_end_in_bf16: Annotated[int, Field(ge=0)] = 0
     frozen: Literal["bf16", "fp8"] = "bf16"
+    weight_scales: Literal["float", "power_of_two"] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -114,6 +115,11 @@ class LinearConfig(_Block):
             raise ConfigError(
                 'fp8.linear.grad_dtype: expected "e4m3" with recipe "blockwise", got "e5m2". torch multiplies blocks '
                 'in E4M3 only: remove the key, or set "backend": "reference".'
+            )
+        if self.recipe == "blockwise" and self.weight_scales == "float":
+            raise ConfigError(
+                'fp8.linear.weight_scales: expected "power_of_two" with recipe "blockwise", got "float". Scales of '
+                "blocks are powers of two always: remove the key."
             )
 
     @property
@@ -247,6 +253,11 @@ class Fp8Config(_Block):
     without_deepspeed_fixes: Annotated[tuple[str, ...], BeforeValidator(_tuple_of_list)] = ()
 
     def check(self) -> None:
+        if self.optimizer.states == "fp8" and self.linear.weight_scales == "float":
+            raise ConfigError(
+                'fp8.linear.weight_scales: expected "power_of_two" with optimizer.states "fp8", got "float". Scales of '
+                "split masters are powers of two always: remove the key."
+            )
         if unknown := [name for name in self.without_deepspeed_fixes if name not in DEEPSPEED_FIXES]:
             raise ConfigError(
                 f"fp8.without_deepspeed_fixes: expected names among {', '.join(DEEPSPEED_FIXES)}, got "

@@ -7,7 +7,7 @@ their scales.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,7 +55,9 @@ class Fp8Context:
     @property
     def granularity(self) -> Granularity:
         """Elements of a weight that share a scale. Split masters have one scale a weight, whatever the recipe."""
-        return TENSOR if self.config.optimizer.states == "fp8" else OF_RECIPE[self.config.linear.recipe]
+        linear = self.config.linear
+        found = TENSOR if self.config.optimizer.states == "fp8" else OF_RECIPE[linear.recipe]
+        return replace(found, is_pow2=True) if linear.weight_scales == "power_of_two" else found
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:

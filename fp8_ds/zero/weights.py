@@ -113,7 +113,7 @@ class WeightQuantizer:
             is_step: an optimizer step has ended, so the amax histories advance by one entry.
         """
         self._amax.zero_()
-        if self._parts and self.granularity == TENSOR:
+        if self._parts and self.granularity.is_tensor:
             amaxes = torch._foreach_norm([part.source for _, part in self._parts], float("inf"))
             self._amax.index_copy_(0, self._at, torch.stack([a.float() for a in amaxes]))
         else:
@@ -150,7 +150,7 @@ class WeightQuantizer:
         """Write `value` (1-D), elements of weight `index` from `start` on, into `out` (1-D float8)."""
         grid = self.scale[index]
         for source, target in zip(value.split(CHUNK), out.split(CHUNK), strict=True):
-            if self.granularity == TENSOR:
+            if self.granularity.is_tensor:
                 target.copy_(quantize(source, grid, E4M3))
                 continue
             target.copy_(quantize_part(source, grid, start, self._shapes[index][1], self._block(index), E4M3))
@@ -162,7 +162,7 @@ class WeightQuantizer:
 
     def _cast_part(self, index: int, part: Part) -> QuantizePart:
         grid = self.scale[index]
-        if self.granularity == TENSOR:
+        if self.granularity.is_tensor:
             return QuantizePart(part.source, part.shard, grid)
         return QuantizePart(part.source, part.shard, grid, part.start, self._shapes[index][1], self._block(index))
 

@@ -1,4 +1,4 @@
-"""Row and tile scales under ZeRO: whatever shard edges cut, the bytes are those of quantising the whole master."""
+"""Scales of rows and tiles, and powers of two, under ZeRO: bytes are those of quantising whole masters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ pytestmark = pytest.mark.distributed
 MODEL = {"width": 140, "hidden": 150, "num_blocks": 1, "tiny": True}
 
 
-def expected(recipe: str, master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def expected(linear: dict[str, Any], master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    recipe = linear["recipe"]
+    if linear.get("weight_scales") == "power_of_two":
+        amax = master.abs().amax(1, keepdim=True) if recipe == "rowwise" else master.abs().amax()
+        scale = (E4M3.max / amax.double()).log2().floor().exp2().float()
+        return (master * scale).to(E4M3.dtype).view(torch.uint8), scale.reciprocal()
     if recipe == "blockwise":
         quantized = quantize_blockwise(master, E4M3, (128, 128), "row")
         assert quantized.x_fp8 is not None and quantized.scale_inv is not None
@@ -44,9 +49,20 @@ def run(stage: int, accumulation: int, num_steps: int, fp8: dict[str, Any], mode
     return result
 
 
-@pytest.mark.parametrize(("stage", "recipe"), [(2, "rowwise"), (3, "blockwise")])
-def test_bytes_are_those_of_the_whole_master_on_any_number_of_ranks(ranks: Any, stage: int, recipe: str) -> None:
-    fp8 = {"linear": {"recipe": recipe}}
+@pytest.mark.parametrize(
+    ("stage", "linear"),
+    [
+        (2, {"recipe": "rowwise"}),
+        (3, {"recipe": "blockwise"}),
+        (2, {"recipe": "delayed", "weight_scales": "power_of_two"}),
+        (3, {"recipe": "rowwise", "weight_scales": "power_of_two"}),
+    ],
+    ids=["rows", "blocks", "powers of two", "powers of two of rows"],
+)
+def test_bytes_are_those_of_the_whole_master_on_any_number_of_ranks(
+    ranks: Any, stage: int, linear: dict[str, Any]
+) -> None:
+    fp8 = {"linear": linear}
     one = ranks(1).run(run, stage, 3, 4, fp8, MODEL)[0]
     many = ranks(3).run(run, stage, 1, 4, fp8, MODEL)
     num_weights = sum(data.numel() for data, _ in many[0]["last"].values())
@@ -55,7 +71,7 @@ def test_bytes_are_those_of_the_whole_master_on_any_number_of_ranks(ranks: Any, 
     for result in (one, *many):
         assert result["num_amax_reduces"] == 1
         training.assert_fp8_equals(
-            result["last"], {name: expected(recipe, result["masters"][name]) for name in result["last"]}
+            result["last"], {name: expected(linear, result["masters"][name]) for name in result["last"]}
         )
     for result in many:
         training.assert_fp8_equals(result["first"], one["first"])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8_ds.numerics.formats import E4M3
-from fp8_ds.numerics.scale import row_scale_from_amax, scale_from_amax
+from fp8_ds.numerics.scale import pow2_scale, row_scale_from_amax, scale_from_amax
 from fp8_ds.ops.blockwise import BLOCK, shard_block_amax
 from fp8_ds.ops.blockwise.reference import scale_from_amax as pow2_scale_from_amax
 from fp8_ds.ops.quantize import quantize
@@ -21,14 +21,24 @@ from fp8_ds.ops.quantize import quantize
 
 @dataclass(frozen=True)
 class Granularity:
-    """Rows and columns that share a scale (None: all), and whether it is a power of two: TENSOR, ROW or TILE."""
+    """Rows and columns that share a scale (None: all), as in TENSOR, ROW or TILE, and whether it is a power of two."""
 
     block: tuple[int | None, int | None]
     is_pow2: bool = False
 
+    @property
+    def is_tensor(self) -> bool:
+        """Whether a weight has one scale."""
+        return self.block == (None, None)
+
+    @property
+    def is_row(self) -> bool:
+        """Whether each row of a weight has a scale."""
+        return self.block == (1, None)
+
     def grid(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the scales of a weight [R, C]; () where there is one for any shape."""
-        if self == TENSOR:
+        if self.is_tensor:
             return ()
         rows, cols = shape
         block_rows, block_cols = self.block
@@ -42,18 +52,21 @@ class Granularity:
 
         `part`: bf16, fp16 or fp32 [numel]: elements [start, start + numel) of the flattened weight.
         """
-        if self == TENSOR:
+        if self.is_tensor:
             if not part.numel():
                 return torch.zeros((), dtype=torch.float32, device=part.device)
             return torch.linalg.vector_norm(part, float("inf"), dtype=torch.float32)
         whole = (shape[0], shape[1])
-        if self == ROW:
+        if self.is_row:
             return shard_block_amax(part, start, whole, (1, BLOCK)).amax(1, keepdim=True)
         return shard_block_amax(part, start, whole, (BLOCK, BLOCK))
 
     def scales(self, amax: Tensor) -> tuple[Tensor, Tensor]:
         """Return (scale, scale_inv) of E4M3 weights, elementwise, by the rule of this granularity."""
-        rule = pow2_scale_from_amax if self.is_pow2 else row_scale_from_amax if self == ROW else scale_from_amax
+        if self.is_pow2:
+            rule = pow2_scale if self.is_row else pow2_scale_from_amax
+        else:
+            rule = row_scale_from_amax if self.is_row else scale_from_amax
         return rule(amax.to(torch.float32), E4M3.max)
 
 
@@ -97,7 +110,7 @@ class CopiedScales:
 
     def fit(self, weight: Tensor) -> bool:
         """Whether `weight`, which somebody may have replaced, has such a grid."""
-        return self.granularity == TENSOR or self.granularity.grid(weight.shape) == tuple(self.scale.shape)
+        return self.granularity.is_tensor or self.granularity.grid(weight.shape) == tuple(self.scale.shape)
 
     def quantize(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize hp values: return float8_e4m3fn of the shape of `weight`, and its grid of scale_inv."""

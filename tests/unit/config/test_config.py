@@ -64,6 +64,14 @@ ERRORS: dict[str, tuple[Any, str]] = {
         on(backend="reference", fast_accumulation="output_and_grad_input"),
         "fp8.linear.fast_accumulation:",
     ),
+    "scales of blocks that are no powers of two": (
+        on(recipe="blockwise", weight_scales="float"),
+        "fp8.linear.weight_scales:",
+    ),
+    "scales of split masters that are no powers of two": (
+        {"enabled": True, "linear": {"weight_scales": "float"}, "optimizer": {"states": "fp8"}},
+        "fp8.linear.weight_scales:",
+    ),
     "a fraction above one": (
         {"enabled": True, "schedule": {"bf16_last_fraction": 10}},
         "fp8.schedule.bf16_last_fraction:",
