@@ -72,54 +72,6 @@ def test_a_bound_is_not_rounded_to_the_tensors_dtype() -> None:
         assert from_counts(counts).saturation == beyond
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_layers_are_counted_only_while_attached_and_their_bits_do_not_change(recipe: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(256, 160, bias=False), nn.ReLU(), nn.Linear(160, 128, bias=False)).bfloat16()
-    history = convert(model, recipe=recipe, backend="reference", grad_dtype="e4m3")
-    table = StatisticsTable(tuple(fp8_layers(model)), "cpu")
-    observers = Observers(fp8_layers(model), table)
-    x = torch.randn(192, 256).bfloat16().requires_grad_()
-    with torch.no_grad():
-        x[:, :64] = 0
-    grad = torch.randn(192, 128).bfloat16()
-    for _ in range(2):  # the second has delayed scales
-        step(model, history, x, grad)
-    table.send()
-    assert all(not kinds for kinds in (table.receive() or {}).values())
-
-    def gradients() -> list[Tensor]:
-        for p in (x, *model.parameters()):
-            p.grad = None
-        history_state = None if history is None else history.state_dict()
-        step(model, history, x, grad)
-        if history is not None and history_state is not None:
-            history.load_state_dict(history_state)
-        return [p.grad.clone() for p in (x, *model.parameters()) if p.grad is not None]
-
-    plain = gradients()
-    observers.attach()
-    watched = gradients()
-    observers.detach()
-    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
-    table.send()
-    gradients()
-    found = table.receive()
-    assert found is not None and list(found) == ["0", "2"]
-    first = found["0"]
-    assert first["input"].num == x.numel() and first["weight"].num == 160 * 256
-    assert first["input"].amax == float(x.detach().abs().max())
-    assert found["2"]["grad_output"].amax == float(grad.abs().max()) and found["2"]["grad_output"].num == grad.numel()
-    for kinds in found.values():
-        for one in kinds.values():
-            # True zeros, a quarter of x and half after ReLU, are none.
-            assert one.underflow < 0.1 and one.saturation < 1e-3 and one.scale > 0
-    weight = model[0].weight.detach()
-    if recipe in ("tensorwise", "delayed"):
-        assert first["weight"].scale == pytest.approx(448 / float(weight.abs().max()), rel=1e-6)
-        assert first["weight"].amax == pytest.approx(float(weight.abs().max()), rel=1e-6)
-
-
 def step(model: nn.Module, history: AmaxHistory | None, x: Tensor, grad: Tensor) -> None:
     out = model(x)
     out.backward(grad)
@@ -136,6 +88,44 @@ def watched(model: nn.Module, history: AmaxHistory | None, x: Tensor, grad: Tens
     observers.detach()
     table.send()
     return (table.receive() or {})["0"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_layers_are_counted_only_while_attached_and_their_bits_do_not_change(recipe: str) -> None:
+    x, grad, gradients = torch.randn(192, 256).bfloat16(), torch.randn(192, 128).bfloat16(), []
+    x[:, :64] = 0
+    x.requires_grad_()
+    for is_watched in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(256, 160, bias=False), nn.ReLU(), nn.Linear(160, 128, bias=False)).bfloat16()
+        history = convert(model, recipe=recipe, backend="reference", grad_dtype="e4m3")
+        table = StatisticsTable(tuple(fp8_layers(model)), "cpu")
+        observers = Observers(fp8_layers(model), table)
+        for number in range(4):  # from the second on with delayed scales
+            if is_watched and number == 2:
+                observers.attach()
+            x.grad = None
+            model.zero_grad()
+            step(model, history, x, grad)
+            gradients += [p.grad.clone() for p in (x, *model.parameters()) if p.grad is not None]
+            if is_watched and number == 2:
+                observers.detach()
+        table.send()
+        found = table.receive() or {}
+        assert is_watched or all(not kinds for kinds in found.values())
+    half = len(gradients) // 2
+    assert all(map(torch.equal, gradients[:half], gradients[half:]))
+    first = found["0"]
+    assert list(found) == ["0", "2"] and first["input"].num == x.numel() and first["weight"].num == 160 * 256
+    assert first["input"].amax == float(x.detach().abs().max())
+    assert found["2"]["grad_output"].amax == float(grad.abs().max()) and found["2"]["grad_output"].num == grad.numel()
+    for one in (one for kinds in found.values() for one in kinds.values()):
+        # True zeros, a quarter of x and half after ReLU, are none.
+        assert one.underflow < 0.1 and one.saturation < 1e-3 and one.scale > 0
+    if recipe in ("tensorwise", "delayed"):
+        amax = float(model[0].weight.detach().abs().max())
+        assert first["weight"].scale == pytest.approx(448 / amax, rel=1e-6)
+        assert first["weight"].amax == pytest.approx(amax, rel=1e-6)
 
 
 @pytest.mark.parametrize(("recipe", "value"), zip(RECIPES, [math.nan, math.inf] * 3, strict=False))

@@ -6,14 +6,14 @@ import weakref
 import pytest
 import torch
 from support import many_scales
-from support.linears import RECIPES, attach_payload, convert, fp8_of, saved_bytes, step_of
+from support.linears import RECIPES, attach_payload, fp8_of, saved_bytes, step_of
 from torch import nn
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
 from fp8_ds.nn.linear.fp8_linear import Fp8Linear
 from fp8_ds.nn.linear.payload import per_element
-from fp8_ds.nn.linear.recipes import TensorwiseRecipe
+from fp8_ds.nn.linear.recipes import Bf16Recipe, TensorwiseRecipe
 from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.ops.blockwise import quantize_blockwise
 from fp8_ds.ops.quantize import quantize, quantize_rowwise, quantize_tensorwise
@@ -157,35 +157,41 @@ def test_empty_batches_give_empty_outputs_and_zero_gradients(recipe, shape):
     assert (grad_weight == 0).all() and (grad_bias == 0).all()
 
 
-FAST = {
-    None: [True, False, False],
-    "none": [False, False, False],
-    "output": [True, False, False],
-    "output_and_grad_input": [True, True, False],
-    "all": [True, True, True],
-}
+FAST = {"none": (False, False, False), "output": (True, False, False), "output_and_grad_input": (True, True, False)}
+FAST |= {None: FAST["output"], "all": (True, True, True)}
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise_with_gw_hp"])
 @pytest.mark.parametrize("value", FAST)
-def test_products_accumulate_fast_where_the_configuration_says_so(value, recipe, monkeypatch):
+def test_products_accumulate_fast_where_the_configuration_says_so(value, monkeypatch):
     from fp8_ds.nn.linear import recipe as recipe_module
 
-    if (value, recipe) == ("all", "rowwise_with_gw_hp"):
-        value = "output_and_grad_input"  # as far as it goes: grad_weight is no FP8 product
-    fast = []
-    original = recipe_module.scaled_mm
+    fast, original = [], recipe_module.scaled_mm
+    monkeypatch.setattr(
+        recipe_module, "scaled_mm", lambda *args, **keys: fast.append(keys["use_fast_accum"]) or original(*args, **keys)
+    )
+    step_of(
+        fp8_of(nn.Linear(32, 16), "delayed", **({} if value is None else {"fast_accumulation": value})),
+        torch.ones(8, 32),
+    )
+    assert tuple(fast) == FAST[value]
 
-    def spy(*args, use_fast_accum):
-        fast.append(use_fast_accum)
-        return original(*args, use_fast_accum=use_fast_accum)
 
-    monkeypatch.setattr(recipe_module, "scaled_mm", spy)
-    model = nn.Sequential(nn.Linear(32, 16))
-    convert(model, recipe=recipe, **({} if value is None else {"fast_accumulation": value}))
-    step_of(model[0], torch.randn(8, 32))
-    num_fp8 = 2 if recipe == "rowwise_with_gw_hp" else 3
-    assert fast == FAST[value][:num_fp8]
+@pytest.mark.parametrize(("recipe", "dtype"), zip(RECIPES, [torch.bfloat16, torch.float32] * 3, strict=False))
+def test_a_layer_in_bf16_for_now_is_an_nn_linear_and_records_amaxes_all_the_same(recipe, dtype):
+    linear, x, grad_output = inputs(bias=True)
+    linear, x, grad_output = linear.to(dtype), x.to(dtype), grad_output.to(dtype)
+    module = fp8_of(linear, recipe, backend="reference")
+    in_fp8 = step_of(module, x, grad_output)
+    history = getattr(module.fp8_recipe, "history", None)
+    if history is not None:
+        history.amax_local.zero_()
+    module.fp8_recipe = Bf16Recipe(module.fp8_recipe)
+    in_bf16 = step_of(module, x, grad_output)
+    for ours, theirs in zip(in_bf16, step_of(linear, x, grad_output), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6 if dtype == torch.float32 else 0, atol=1e-5)
+    assert not torch.equal(in_fp8[0], in_bf16[0])
+    if history is not None:
+        assert history.amax_local.tolist() == [float(one.abs().max()) for one in (x, grad_output)]
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
