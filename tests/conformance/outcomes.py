@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import json
 import re
@@ -103,10 +102,6 @@ def installed_versions() -> str:
     return " ".join(f"{name}-{importlib.metadata.version(name)}" for name in ("deepspeed", "torch"))
 
 
-def file_hash(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-
-
 class OutcomeStore:
     """Outcomes of one arm in a JSON file that may hold several version keys; saving keeps the other keys."""
 
@@ -116,20 +111,11 @@ class OutcomeStore:
         self._lock = threading.Lock()
         everything = json.loads(path.read_text()) if path.exists() else {}
         mine = everything.get(key, {})
-        self.file_hashes: dict[str, str] = mine.get("files", {})
         self.upstream: str = mine.get("upstream", "")
         self.tests = {test: Outcome(**values) for test, values in mine.get("tests", {}).items()}
 
-    def known(self, tests: Iterable[str], hash_of_file: str) -> list[str]:
-        """Those of one file's `tests` whose outcome was taken from a file with this hash."""
-        return [t for t in tests if t in self.tests and self.file_hashes.get(t.partition("::")[0]) == hash_of_file]
-
-    def add(self, outcomes: dict[str, Outcome], file: str, hash_of_file: str) -> None:
+    def add(self, outcomes: dict[str, Outcome]) -> None:
         with self._lock:
-            if self.file_hashes.get(file) != hash_of_file:
-                for test in [test for test in self.tests if test.partition("::")[0] == file]:
-                    del self.tests[test]
-            self.file_hashes[file] = hash_of_file
             self.tests.update(outcomes)
             self.save()
 
@@ -138,7 +124,6 @@ class OutcomeStore:
         tests = {test: _without_defaults(outcome) for test, outcome in sorted(self.tests.items())}
         everything[self.key] = {
             "upstream": self.upstream,
-            "files": dict(sorted(self.file_hashes.items())),
             "tests": tests,
         }
         self.path.write_text(json.dumps(everything, indent=0, sort_keys=False) + "\n")

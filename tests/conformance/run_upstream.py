@@ -32,7 +32,7 @@ else:
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from outcomes import Outcome, OutcomeStore, file_hash, installed_versions, parse_events, select  # noqa: E402
+from outcomes import Outcome, OutcomeStore, installed_versions, parse_events, select  # noqa: E402
 from report import FIRST, Arms, differing, render, unexplained  # noqa: E402
 
 
@@ -132,11 +132,9 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def run_stock(runner: Runner, file: str, tests: list[str], store: OutcomeStore) -> None:
-    """`store` knows every one of `tests`; what fails without persistent parameters gets its own threshold back."""
-    fingerprint = file_hash(runner.tests / file)
-    known = set(store.known(tests, fingerprint))
-    missing = [test for test in tests if test not in known]
+def run_stock(runner: Runner, file: str, tests: list[str], arms: Arms) -> None:
+    """`arms.stock` knows every one of `tests`; what fails without persistent parameters gets its own threshold back."""
+    missing = [test for test in tests if test not in arms.stock.tests]
     if not missing:
         return
     outcomes = runner.run(file, missing, force=False, persistence="none")
@@ -144,17 +142,15 @@ def run_stock(runner: Runner, file: str, tests: list[str], store: OutcomeStore) 
     if failed:
         again = runner.run(file, failed, force=False, persistence="default")
         outcomes.update({test: outcome for test, outcome in again.items() if outcome.is_good})
-    store.add(outcomes, file, fingerprint)
+    arms.stock.add(outcomes)
 
 
 def run_ours(runner: Runner, file: str, tests: list[str], arms: Arms) -> None:
     """Runs every one of `tests` with FP8 forced on, each with the persistence threshold that its stock run had."""
-    outcomes: dict[str, Outcome] = {}
     for persistence in ("none", "default"):
         chosen = [test for test in tests if arms.stock.tests[test].persistence == persistence]
         if chosen:
-            outcomes.update(runner.run(file, chosen, force=True, persistence=persistence))
-    arms.ours.add(outcomes, file, file_hash(runner.tests / file))
+            arms.ours.add(runner.run(file, chosen, force=True, persistence=persistence))
 
 
 def run_all(runner: Runner, arms: Arms, chosen: dict[str, list[str]], arguments: argparse.Namespace) -> None:
@@ -166,7 +162,7 @@ def run_all(runner: Runner, arms: Arms, chosen: dict[str, list[str]], arguments:
     def run_file(item: tuple[str, list[str]]) -> None:
         file, tests = item
         start = time.time()
-        run_stock(runner, file, tests, arms.stock)
+        run_stock(runner, file, tests, arms)
         if not arguments.stock_only:
             run_ours(runner, file, tests, arms)
         print(f"{file}: {len(tests)} tests, {time.time() - start:.0f} s", flush=True)
@@ -189,7 +185,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--no-run", action="store_true", help="write the page from what is stored, run nothing")
     parser.add_argument("--test-timeout", type=int, default=240, help="seconds before a test counts as hanging")
-    parser.add_argument("--baseline-cache", type=Path, default=HERE / "baseline.json")
+    parser.add_argument(
+        "--baseline-cache",
+        type=Path,
+        default=HERE / "baseline.json",
+        help="delete it for other tests",
+    )
     parser.add_argument("--ours", type=Path, default=HERE / "ours.json", help="where our arm's outcomes are kept")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "fp8_ds_conformance_logs")
     parser.add_argument("--upstream", help="what DIR is (version, commit), for the page; kept with the baseline")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,15 +83,13 @@ def whole_fp8(module: nn.Linear, name: str, **config: Any) -> Fp8Linear:
     return Fp8Linear.from_linear(copy.deepcopy(module), recipe(name, **config))
 
 
-def column_fp8(module: nn.Linear, tp: TensorParallel, name: str | None, **config: Any) -> Any:
-    """A column-parallel part of a copy, in FP8; in high precision if there is no recipe."""
-    part = ColumnParallelLinear.from_full(copy.deepcopy(module), tp)
-    return part if name is None else ColumnParallelLinear.fp8_class.from_linear(part, recipe(name, **config))
+def _part(kind: type[Any], module: nn.Linear, tp: TensorParallel, name: str | None, **config: Any) -> Any:
+    """This rank's part of a copy, in FP8; in high precision if there is no recipe."""
+    part = kind.from_full(copy.deepcopy(module), tp)
+    return part if name is None else kind.fp8_class.from_linear(part, recipe(name, **config))
 
 
-def row_fp8(module: nn.Linear, tp: TensorParallel, name: str | None, **config: Any) -> Any:
-    part = RowParallelLinear.from_full(copy.deepcopy(module), tp)
-    return part if name is None else RowParallelLinear.fp8_class.from_linear(part, recipe(name, **config))
+column_fp8, row_fp8 = partial(_part, ColumnParallelLinear), partial(_part, RowParallelLinear)
 
 
 def own_rows(tp: TensorParallel, x: Tensor) -> Tensor:
@@ -123,31 +122,21 @@ def run_linear(module: nn.Linear, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
     return found
 
 
-def run_column(module: Any, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
+def _run_part(is_column: bool, module: Any, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
     """As of the whole layer, of which x [T, I] and grad [T, O] are."""
     tp = module.tp
-    own = own_rows(tp, x) if tp.sequence_parallel else x
-    found = run_linear(module, own, own_cols(tp, grad))
-    found["output"] = all_cols(tp, found["output"])
-    found["grad_weight"] = all_rows(tp, found["grad_weight"])
-    if tp.sequence_parallel:
-        found["grad_input"] = all_rows(tp, found["grad_input"])
-    if module.bias is not None:
-        found["grad_bias"] = all_cols(tp, found["grad_bias"])
-    return found
+    own: Any = own_rows if tp.sequence_parallel else lambda tp, x: x
+    joined: Any = all_rows if tp.sequence_parallel else lambda tp, x: x
+    if is_column:
+        join = {"output": all_cols, "grad_input": joined, "grad_weight": all_rows, "grad_bias": all_cols}
+        found = run_linear(module, own(tp, x), own_cols(tp, grad))
+    else:
+        join = {"output": joined, "grad_input": all_cols, "grad_weight": all_cols, "grad_bias": lambda tp, x: x}
+        found = run_linear(module, own_cols(tp, x), own(tp, grad))
+    return {key: join[key](tp, value) for key, value in found.items()}
 
 
-def run_row(module: Any, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
-    tp = module.tp
-    found = run_linear(module, own_cols(tp, x), own_rows(tp, grad) if tp.sequence_parallel else grad)
-    if tp.sequence_parallel:
-        found["output"] = all_rows(tp, found["output"])
-    found["grad_weight"] = all_cols(tp, found["grad_weight"])
-    found["grad_input"] = all_cols(tp, found["grad_input"])
-    return found
-
-
-RUN = {"column": (column_fp8, run_column), "row": (row_fp8, run_row)}
+RUN = {"column": (column_fp8, partial(_run_part, True)), "row": (row_fp8, partial(_run_part, False))}
 
 
 # --- against one device ---

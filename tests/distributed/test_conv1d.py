@@ -18,22 +18,14 @@ E4M11 = {"optimizer": {"states": "fp8", "master": "e4m11"}}
 def trained(
     stage: int, fp8: dict[str, Any] | None, conv1d: bool, folder: str = "", steps: int = 4, is_compiled: bool = False
 ) -> dict[str, Any]:
-    """Losses, and the codes before and after; with a folder, of a run that is saved after two steps and resumed."""
-    engine = training.build(training.ds_config(stage, fp8), {"conv1d": conv1d})
-    if is_compiled:
-        torch._dynamo.reset()
-        engine.compile(backend="aot_eager")
-    first = None if fp8 is None else training.fp8_state(engine)
-    losses = training.train(engine, 2 if folder else steps)
-    if folder:
-        engine.save_checkpoint(folder)
-        training.destroy(engine)
-        engine = training.build(training.ds_config(stage, fp8), {"conv1d": conv1d}, seed=7)
-        engine.load_checkpoint(folder)
-        losses += training.train(engine, steps - 2, 2)
-    last = None if fp8 is None else training.fp8_state(engine)
-    training.destroy(engine)
-    return {"losses": losses, "first": first, "last": last}
+    def make(seed: int) -> Any:
+        engine = training.build(training.ds_config(stage, fp8), {"conv1d": conv1d}, seed)
+        if is_compiled:
+            torch._dynamo.reset()
+            engine.compile(backend="aot_eager")
+        return engine
+
+    return training.run_and_destroy(make, folder, steps)
 
 
 @pytest.mark.parametrize(("stage", "fp8"), [(2, {"linear": {"recipe": "delayed"}}), (3, E4M11)])

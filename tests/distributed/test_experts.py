@@ -57,22 +57,7 @@ def build(
 def trained(
     stage: int, fp8: dict[str, Any] | None, family: str = "Mixtral", folder: str = "", steps: int = 4, **more: Any
 ) -> dict[str, Any]:
-    """What a run leaves; with a folder, of one that is saved after two steps and resumed."""
-    engine = build(stage, fp8, family, **more)
-    first = None if fp8 is None else training.fp8_state(engine)
-    losses = training.train(engine, 2 if folder else steps)
-    if folder:
-        engine.save_checkpoint(folder)
-        training.destroy(engine)
-        engine = build(stage, fp8, family, seed=7, **more)
-        engine.load_checkpoint(folder)
-        losses += training.train(engine, steps - 2, 2)
-    found: dict[str, Any] = {"losses": losses, "masters": training.full_masters(engine)}
-    if fp8 is not None:
-        found |= {"first": first, "last": training.fp8_state(engine), "report": engine.fp8_report()}
-        found["history"] = None if engine.fp8.history is None else engine.fp8.history.state_dict()
-    training.destroy(engine)
-    return found
+    return training.run_and_destroy(lambda seed: build(stage, fp8, family, seed, **more), folder, steps)
 
 
 def check_weights(found: dict[str, Any], rest: list[dict[str, Any]]) -> None:

@@ -237,6 +237,29 @@ def train(engine: Any, num_steps: int, first_step: int = 0) -> list[float]:
     return losses
 
 
+def run_and_destroy(make: Callable[[int], Any], folder: str = "", steps: int = 4) -> dict[str, Any]:
+    """What a run leaves; with a folder, of one that is saved after two steps and resumed by another engine.
+
+    Args:
+        make: builds an engine from a seed.
+    """
+    engine = make(0)
+    is_fp8 = getattr(engine, "fp8", None) is not None
+    found = {"first": fp8_state(engine)} if is_fp8 else {}
+    losses = train(engine, 2 if folder else steps)
+    if folder:
+        engine.save_checkpoint(folder)
+        destroy(engine)
+        engine = make(7)
+        engine.load_checkpoint(folder)
+        losses += train(engine, steps - 2, 2)
+    found |= {"losses": losses, "masters": full_masters(engine)}
+    if is_fp8:
+        found |= {"last": fp8_state(engine), "report": engine.fp8_report()}
+    destroy(engine)
+    return found
+
+
 def fp8_state(engine: Any) -> dict[str, tuple[Tensor, Tensor]]:
     """name -> (FP8 bytes as uint8 [out, in], scale_inv) of every FP8 weight; ZeRO-3 weights are gathered for it."""
     found = {}

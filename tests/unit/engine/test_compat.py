@@ -57,7 +57,7 @@ TRIGGERS: dict[str, list[dict[str, Any]]] = {
         {"bf16": {"enabled": False}, "bfloat16": {"enabled": True}},
     ],
     "bf16.bf16_master_weights_and_grads: true": [
-        {"bf16": None, "bfloat16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+        {"bf16": None, "bfloat16": {"enabled": True, "bf16_master_weights_and_grads": True}}
     ],
     "bf16.bf16_optimizer_states: true": [{"bf16": {"bf16_optimizer_states": True}}],
     "zero_optimization.offload_optimizer.device": [zero(offload_optimizer={"device": "nvme", "nvme_path": "/x"})],
@@ -76,19 +76,17 @@ TRIGGERS: dict[str, list[dict[str, Any]]] = {
     ],
     "zero_optimization.mics_shard_size": [zero(stage=3, mics_shard_size=2)],
     "zero_optimization.stage3_use_all_reduce_for_fetch_params: true": [
-        zero(stage=3, use_all_reduce_for_fetch_params=True),
+        zero(stage=3, use_all_reduce_for_fetch_params=True)
     ],
     "zero_optimization.elastic_checkpoint: true": [zero(elastic_checkpoint=True)],
-    "checkpoint.writer": [
-        {"checkpoint": {"writer": {"decoupled": True}}},
-    ],
+    "checkpoint.writer": [{"checkpoint": {"writer": {"decoupled": True}}}],
     "datastates_ckpt": [{"datastates_ckpt": {"config_file": "x"}}, {"datastates_ckpt": {}}],
     "data_types.grad_accum_dtype: fp32 with stage 1": [
         {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": dtype}}
         for dtype in ("fp32", "float32", torch.float32)
     ],
     "zero_optimization.reduce_scatter: false with fp8.zero.reduce_scatter: fp8": [
-        reducing(zero(stage=3, reduce_scatter="false")),
+        reducing(zero(stage=3, reduce_scatter="false"))
     ],
     "zero_optimization.contiguous_gradients: false with stage 2 and fp8.zero.reduce_scatter: fp8": [
         reducing(zero(contiguous_gradients=False))
@@ -113,9 +111,7 @@ TRIGGERS: dict[str, list[dict[str, Any]]] = {
     "optimizer.params.bias_correction: false with fp8.optimizer.states: fp8": [
         with_states("Adam", bias_correction=False)
     ],
-    "optimizer.params.betas with fp8.optimizer.states: fp8": [
-        with_states("AdamW", betas=[0.99, 0.9]),
-    ],
+    "optimizer.params.betas with fp8.optimizer.states: fp8": [with_states("AdamW", betas=[0.99, 0.9])],
     "torch_autocast.enabled: true": [{"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}],
     "hybrid_engine.enabled: true": [{"hybrid_engine": {"enabled": True}}],
     "compile.deepcompile: true": [{"compile": {"deepcompile": True}}],
