@@ -18,14 +18,17 @@ LEAF = {"leaf_module": {"classes": ["transformers.models.llama.modeling_llama.Ll
 ATTENTION = {"attention": {"backend": "fa3_fp8_emulated"}}
 
 
-def run(stage: int, fp8: dict[str, Any], zero: dict[str, Any], num_steps: int) -> tuple[list[float], list[str], str]:
+def run(
+    stage: int, fp8: dict[str, Any], zero: dict[str, Any], num_steps: int, **sizes: int
+) -> tuple[list[float], list[str], str]:
     """Losses, which modules are fused, and the name of the attention. Every other batch has a padded row."""
     torch.manual_seed(0)
-    model = Llama().model
+    model = Llama(**sizes).model
     engine = training.start(model, training.ds_config(stage, fp8, zero_optimization=zero))
     losses = []
     for step in range(num_steps):
         tokens = training.micro_batches(step, torch.distributed.get_world_size())[torch.distributed.get_rank()]
+        tokens = tokens.to(engine.device)
         mask = torch.ones_like(tokens)
         mask[1, -5:] = 0 if step % 2 else 1
         loss = engine(input_ids=tokens, attention_mask=mask, labels=tokens.masked_fill(mask == 0, -100)).loss
