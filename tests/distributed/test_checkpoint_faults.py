@@ -55,21 +55,6 @@ def record_again(path: Path) -> None:
 WEIGHT = "blocks.0.up.weight"
 
 
-def set_number(number: float, *keys: str) -> Any:
-    """A damage: the first element of a tensor, or a number, is another."""
-
-    def damage(state: Any) -> None:
-        *path, last = keys
-        for key in path:
-            state = state[key]
-        if torch.is_tensor(state[last]):
-            state[last].view(-1)[0] = number
-        else:
-            state[last] = number
-
-    return damage
-
-
 def set_entry(make: Any, *keys: str) -> Any:
     """A damage: an entry is what `make` makes of it; None: it is gone."""
 
@@ -83,6 +68,17 @@ def set_entry(make: Any, *keys: str) -> Any:
             state[last] = make(state.get(last))
 
     return damage
+
+
+def set_number(number: float, *keys: str) -> Any:
+    """A damage: the first element of a tensor, or a number, is another."""
+
+    def made(value: Any) -> Any:
+        if not torch.is_tensor(value):
+            return number
+        return torch.cat([torch.tensor([number]), value.flatten()[1:]]).view(value.shape)
+
+    return set_entry(made, *keys)
 
 
 SCALE = ("scale_inv", WEIGHT)
