@@ -235,55 +235,6 @@ def test_code_in_a_universal_checkpoint_is_not_executed_unless_it_is_trusted(sav
     convert(universal, universal, "universal", stage=3)
 
 
-def refusals(folder: str) -> None:
-    """Loads of a universal checkpoint in which one file after another is not as it was written."""
-    from test_checkpoint_faults import on_rank_0, refusal
-
-    universal, mark = Path(folder, "universal"), Path(folder, "mark")
-    engine = training.build(training.ds_config(2, {}, checkpoint={"load_universal": True}), seed=5)
-    listed = (universal / MANIFEST).read_bytes()
-    for name in UNIVERSAL_FILES:
-        path = universal / name
-        content = path.read_bytes()
-        flipped = bytearray(content)
-        flipped[len(content) // 2] ^= 4
-        for change, has_manifest in ((flipped, True), (None, True), (None, False), (Hostile(mark), False)):
-
-            def spoil(path: Path = path, change: Any = change, has_manifest: bool = has_manifest) -> None:
-                if not has_manifest:
-                    (universal / MANIFEST).unlink()
-                if change is None:
-                    path.unlink()
-                elif has_manifest:
-                    path.write_bytes(change)
-                else:
-                    torch.save(change, path)
-
-            def heal(path: Path = path, content: bytes = content) -> None:
-                path.write_bytes(content)
-                (universal / MANIFEST).write_bytes(listed)
-
-            on_rank_0(spoil)
-            # A model file that is gone may have had another name.
-            where = universal if change is None and not has_manifest and path.parent == universal else path
-            assert str(where) in refusal(engine, folder, tag="universal") and not mark.exists()
-            on_rank_0(heal)
-    engine.load_checkpoint(folder)
-    training.destroy(engine)
-
-
-UNIVERSAL_FILES = ("mp_rank_00_model_states.pt", "zero/optimizer_state.pt", "zero/lm_head.weight/fp32.pt")
-
-
-def test_a_universal_checkpoint_that_is_damaged_or_hostile_is_refused_on_all_ranks(
-    ranks: Any, saved: Any, tmp_path: Path
-) -> None:
-    copy(saved, tmp_path)
-    convert(tmp_path, tmp_path / "universal", "universal", stage=2)
-    assert (tmp_path / "latest_universal").read_text() == "universal"
-    ranks(2).run(refusals, str(tmp_path))
-
-
 def start_from(folder: str, stages: dict[int, dict[str, Any]]) -> list[Any]:
     """For each stage and its "fp8" block: masters and losses of an engine of two parameter groups, in stage 3 of some
     sub-groups, with a scheduler, that loads the universal checkpoint; losses of one that starts from safetensors."""

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from support.hostile import Hostile
 from support.threads import on_threads
 from torch import nn
@@ -24,6 +25,7 @@ from fp8_ds.checkpoint.folders import MANIFEST
 from fp8_ds.engine import ranks
 from fp8_ds.engine.checkpoints import Fp8Checkpoints
 from fp8_ds.errors import CheckpointError, ConfigError
+from fp8_ds.tools.convert import convert
 
 MODEL, SHARDS = "mp_rank_00_model_states.pt", [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)]
 
@@ -50,26 +52,34 @@ class DeepSpeedHost:
         number: what is saved, and how many steps there were.
         is_host: whether each rank is the first one of a host.
         has_disk: whether the hosts have said that they have disks of their own; default: if they are some.
+        is_universal: whether it loads universal checkpoints.
     """
 
     fp8 = _fp8_unused = _fp8_step_callbacks = optimizer = None
     mp_world_size = 1
 
-    def __init__(self, number: int = 0, is_host: bool = False, has_disk: bool | None = None) -> None:
+    def __init__(
+        self, number: int = 0, is_host: bool = False, has_disk: bool | None = None, is_universal: bool = False
+    ) -> None:
         self.number = self.global_steps = number
         self.rank, self.seq_dp_world_size = dist.get_rank(), dist.get_world_size()
         self.local_rank, self.save_non_zero_checkpoint = (0 if is_host else self.rank), is_host
         self.use_node_local_storage = lambda: is_host if has_disk is None else has_disk
         self.zero_optimization_stage, self.zero_optimization = lambda: 2, lambda: True
-        self.load_universal_checkpoint = self.zero_optimization_partition_weights = lambda: False
+        self.load_universal_checkpoint = lambda: is_universal
+        self.zero_optimization_partition_weights = lambda: False
         self.checkpoint_engine: Any = SimpleNamespace(save=torch.save, makedirs=os.makedirs)
-        self.module = nn.Linear(1, 1)
+        self.module = nn.Module()
+        self.module.w = nn.Parameter(torch.ones(4))
 
     def _get_zero_param_shapes(self) -> Any:
         return [{"w": torch.Size([4])}]
 
     def _get_ckpt_name(self, folder: str, tag: str) -> str:
         return f"{folder}/{tag}/{MODEL}"
+
+    def _get_all_ckpt_names(self, folder: str, tag: str) -> list[str]:
+        return [str(path) for path in Path(folder, tag).glob("mp_rank_*_model_states.pt")]
 
     def _get_zero_ckpt_name(self, folder: str, tag: str) -> str:
         return f"{folder}/{tag}/{SHARDS[self.rank]}"
@@ -87,6 +97,9 @@ class DeepSpeedHost:
         """As DeepSpeed does, with all that a pickle says."""
         if tag is None:
             return None, None
+        if self.load_universal_checkpoint():
+            self.number = int(torch.load(f"{folder}/{tag}/zero/w/fp32.pt", weights_only=False)["param"].sum())
+            return f"{folder}/{tag}", {}
         names = self._get_ckpt_name(folder, tag), self._get_zero_ckpt_name(folder, tag)
         model, shard = (torch.load(name, weights_only=False) for name in names)
         assert set(shard["numbers"].tolist()) == {model["number"]}
@@ -411,3 +424,31 @@ def test_a_hostile_pickle_in_a_checkpoint_is_not_executed_with_a_manifest_or_wit
         (tmp_path / "old" / MANIFEST).unlink()
     said = refusal(tmp_path)
     assert "os.makedirs" in said and str(path) in said and not mark.exists()
+
+
+@pytest.mark.parametrize("name", [MODEL, "zero/optimizer_state.pt", "zero/w/fp32.pt"])
+def test_a_universal_checkpoint_that_is_damaged_or_hostile_is_refused_on_all_ranks(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model").mkdir()
+    save_file({"w": torch.ones(4)}, tmp_path / "model/model.safetensors")
+    folder, mark = tmp_path / "universal", tmp_path / "mark"
+    convert(tmp_path / "model", folder, "universal", stage=2)
+    assert load(tmp_path, is_universal=True) == 4  # `latest_universal` names it
+    path, manifest = folder / name, folder / MANIFEST
+    content, listed = path.read_bytes(), manifest.read_bytes()
+    flipped = bytearray(content)
+    flipped[len(content) // 2] ^= 4
+    for change, has_manifest in ((flipped, True), (None, True), (None, False), (Hostile(mark), False)):
+        if not has_manifest:
+            manifest.unlink()
+        if change is None:
+            path.unlink()
+        elif isinstance(change, Hostile):
+            torch.save(change, path)
+        else:
+            path.write_bytes(change)
+        # A model file that is gone may have had another name.
+        where = folder if change is None and not has_manifest and name == MODEL else path
+        assert str(where) in refusal(tmp_path, is_universal=True) and not mark.exists()
+        path.write_bytes(content)
+        manifest.write_bytes(listed)
+    assert load(tmp_path, is_universal=True) == 4
