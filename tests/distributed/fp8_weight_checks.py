@@ -1,5 +1,5 @@
 """FP8 weights under Megatron's distributed optimizer, as Transformer Engine has to read them; for
-tests/gpu/megatron_checked.py."""
+tests/gpu/test_megatron_gpu.py."""
 
 from __future__ import annotations
 

@@ -48,6 +48,23 @@ FP8_WEIGHTS = (*STATES, "--fp8-param-gather", "--fp8-master", "e4m19")
 TP = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 # More iterations than the checkpoint was planned for.
 KEPT = ("--ckpt-format", "torch_dist", "--override-opt-param-scheduler", "--save-interval", "4")
+CHECKED = """
+from fp8_weight_checks import num_checked
+from megatron_patches import pretrain_gpt
+from megatron_patches.optimizer_sharded import Fp8DistributedOptimizer
+
+stock_step = Fp8DistributedOptimizer.step_with_ready_grads
+
+def checked_step(optimizer):
+    done = stock_step(optimizer)
+    print(f"checked {num_checked(optimizer)} FP8 weights", flush=True)
+    return done
+
+if __name__ == "__main__":
+    Fp8DistributedOptimizer.step_with_ready_grads = checked_step
+    pretrain_gpt.main()
+"""
+"""The wrapper's pretrain_gpt.py; after each step Transformer Engine's FP8 weights are what our masters say."""
 LIMIT = 400.0
 """Seconds of one launch."""
 CLOSE = 0.03
@@ -68,7 +85,7 @@ def first_error(stderr: str) -> str:
 @pytest.fixture
 def losses(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """losses(*words, ranks=1, ours=False, checked=False, layers=FP8): of each iteration, by the stock script or the
-    wrapper; checked: by megatron_checked.py, which looks into the weights. losses.output: what the last run printed."""
+    wrapper; checked: by CHECKED, which looks into the weights. losses.output: what the last run printed."""
 
     logs = tmp_path_factory.mktemp("launches")
 
@@ -78,10 +95,12 @@ def losses(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
         if torch.cuda.device_count() < ranks:
             pytest.skip(f"needs {ranks} GPUs, {torch.cuda.device_count()} here")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        script = str(root / "tests/gpu/megatron_checked.py") if checked else f"{CLONE}/pretrain_gpt.py"
+        script = str(logs / "checked.py") if checked else f"{CLONE}/pretrain_gpt.py"
+        (logs / "checked.py").write_text(CHECKED)
         command += ["-m", "megatron_patches.pretrain_gpt"] if ours else [script]
         env = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", "MAKEFLAGS": "n"}
-        env["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+        own = [CLONE, os.environ.get("PYTHONPATH")] if checked else [os.environ.get("PYTHONPATH")]
+        env["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "tests/distributed"), *filter(None, own)])
         command += [*ARGUMENTS, *layers, *words]
         number = len(list(logs.glob("*.out")))
         out, err = logs / f"{number}.out", logs / f"{number}.err"
