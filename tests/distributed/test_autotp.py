@@ -11,6 +11,7 @@ import tensor_parallel as tpar
 import torch
 import torch.distributed as dist
 import training
+from deepspeed.module_inject import layers
 from support.collectives import count_collectives
 from support.inputs import many_scales
 from support.ranks import on_ranks
@@ -32,14 +33,8 @@ WIDTH, HIDDEN = 64, 192
 IN, OUT, TOKENS = 64, 96, (2, 16)
 
 
-def ds_layers() -> Any:
-    from deepspeed.module_inject import layers
-
-    return layers
-
-
 def lacks(name: str) -> bool:
-    return not hasattr(ds_layers(), name)
+    return not hasattr(layers, name)
 
 
 def reset() -> None:
@@ -49,7 +44,7 @@ def reset() -> None:
 
     groups.mpu = None
     init_utils._TP_MODEL_INIT_ARGS = None
-    ds_layers().set_autotp_mode(training=False)
+    layers.set_autotp_mode(training=False)
 
 
 # --- layers ---
@@ -70,7 +65,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def make_layer(kind: str, out: int = OUT, **options: Any) -> Any:
     """A layer of DeepSpeed's over all ranks, bf16, with a bias."""
-    layers = ds_layers()
     layers.set_autotp_mode(training=True)
     whole = nn.Linear(IN, out)
     with torch.no_grad():
@@ -134,7 +128,7 @@ def test_a_layer_says_to_the_others_what_stock_says_and_computes_it_in_fp8(kind:
 
 @on_ranks(2)
 def test_a_layer_with_a_forward_of_its_own_stays_bf16_and_one_muted_by_deepcompile_is_refused() -> None:
-    head = type("OwnForward", (ds_layers().LinearLayer,), {"forward": lambda self, x: x})
+    head = type("OwnForward", (layers.LinearLayer,), {"forward": lambda self, x: x})
     plain = make_layer("LinearLayer")
     plain.__class__ = head
     model = nn.Sequential(plain, make_layer("LinearAllreduce"))

@@ -60,13 +60,12 @@ def engine_config(stage: int, fp8: dict[str, Any] | None, tp_size: int, **overri
     return training.ds_config(stage, fp8, gradient_accumulation_steps=accumulation, **overrides)
 
 
-def differing(engine: Any) -> list[str]:
-    """Names of whole parameters whose masters differ from rank to rank. Collective."""
-    masters = training.full_masters(engine)
+def differing(tensors: dict[str, Tensor], model: nn.Module) -> list[str]:
+    """Names of whole parameters whose tensors differ from rank to rank. Collective."""
     found = []
-    for name, p in engine.module.named_parameters():
+    for name, p in model.named_parameters():
         if not getattr(p, "tensor_model_parallel", False):
-            own = masters[name].float().contiguous()
+            own = tensors[name].detach().float().contiguous()
             rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
             dist.all_gather(rows, own)
             found += [] if all(torch.equal(row, own) for row in rows) else [name]
@@ -78,7 +77,7 @@ def trained(stage: int, fp8: dict[str, Any] | None, tp_size: int, num_steps: int
     losses, norms = train(engine, tp_size, num_steps)
     kinds = sorted({type(module).__name__ for module in engine.module.modules() if isinstance(module, nn.Linear)})
     report = engine.fp8_report() if fp8 is not None else {}
-    apart = differing(engine)
+    apart = differing(training.full_masters(engine), engine.module)
     destroy(engine)
     return {"losses": losses, "norms": norms, "kinds": kinds, "report": report, "apart": apart}
 
@@ -322,13 +321,7 @@ def dropped(where: str, sequence_parallel: bool, seeds_differ: bool) -> tuple[bo
             model(batch(2, step)).backward()
             optimizer.step()
         is_error = False
-    apart = []
-    for name, p in model.named_parameters():
-        if not getattr(p, "tensor_model_parallel", False):
-            rows = [torch.empty_like(p) for _ in range(2)]
-            dist.all_gather(rows, p.detach().contiguous())
-            apart += [] if torch.equal(*rows) else [name]
-    return is_error, apart
+    return is_error, differing(dict(model.named_parameters()), model)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,23 +32,21 @@ def two_stages(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return other
 
 
-def precision(say: Callable[[str], None] = lambda line: None, **block: Any) -> LayerPrecision:
+def precision(**block: Any) -> LayerPrecision:
     model = nn.ModuleDict({f"{i}": nn.ModuleDict({"up": nn.Linear(32, 32)}) for i in (10, 11)})
     config = LinearConfig()
     apply_plan(model, make_plan(model, config), config, "cpu")
     schedule = ScheduleConfig.model_validate(block)
-    return LayerPrecision(model, lambda names: None, schedule, None, say)
+    return LayerPrecision(model, lambda names: None, schedule, None, lambda line: None)
 
 
 def test_a_name_of_another_stage_is_no_part_of_a_name_of_this_one(two_stages: dict[str, Any]) -> None:
     two_stages["patterns"] = ["1.up"]
     one = precision()
     assert one.request(["1.up"], "bf16") == []  # and not 11.up
-    one.update(0)
-    assert one.in_bf16 == frozenset()
-    scheduled = precision(layers={"1.up": "bf16"})
-    scheduled.update(0)
-    assert scheduled.in_bf16 == frozenset()
+    for other in (one, precision(layers={"1.up": "bf16"})):
+        other.update(0)
+        assert other.in_bf16 == frozenset()
 
 
 def test_overrides_are_those_of_all_stages_in_every_checkpoint(two_stages: dict[str, Any]) -> None:
@@ -81,5 +78,5 @@ def test_layers_that_an_older_guard_sent_for_a_while_stay_in_bf16(two_stages: di
 
 def test_a_name_of_no_stage_is_refused(two_stages: dict[str, Any]) -> None:
     two_stages["patterns"] = ["head"]
-    with pytest.raises(ConfigError, match=r"expected names of trainable layers in FP8, got \['head'\]"):
+    with pytest.raises(ConfigError, match=r"\['head'\]"):
         precision().request(["head"], "bf16")
