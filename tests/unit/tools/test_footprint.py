@@ -171,6 +171,8 @@ def test_layers_that_go_to_bf16_take_2_bytes_a_weight_more(stage: int, block: di
     assert (low.masters, low.moments) == (plain.masters, plain.moments)
     assert plain.activations < low.activations == pytest.approx(tiny(None, stage).activations, rel=0.01)
     assert found.peak == low.peak > plain.peak
+    fp8, four = (tiny({**states("e4m11"), **more}, 3, world=4) for more in ({}, block))
+    assert four.in_bf16 is not None and four.in_bf16.gathered > 1.5 * fp8.gathered
 
 
 @pytest.mark.parametrize(
