@@ -138,6 +138,10 @@ def test_gradients_are_never_written_and_those_of_zero_move_nothing(master: str)
         optimizer.step()
         assert [p.grad._version for p in optimizer.flat_params()] == versions
     assert_same([p.detach() for p in optimizer.flat_params()], before)
+    for p in optimizer.flat_params():
+        p.grad.fill_(0.5)
+    optimizer.step()
+    assert all(bool((p.grad == 0.5).all()) for p in optimizer.flat_params())
 
 
 @pytest.mark.parametrize("shape", [(0,), (4, 0), (), (1,)], ids=str)
@@ -306,9 +310,11 @@ def test_a_step_with_one_gradient_that_is_not_finite_changes_no_byte(master: str
 def test_parameters_without_a_gradient_are_left_alone_and_count_no_step(master: str) -> None:
     optimizer = build(master, weight_decay=0.5)
     run(optimizer, 1)
-    before = masters(optimizer)
+    before, versions = masters(optimizer), [p._version for p in optimizer.flat_params()]
     run(optimizer, 2, first_step=1, chosen={0, 3})
     assert optimizer.core.step_count.tolist() == [3, 1, 1, 3]
+    is_seen = [p._version > version for p, version in zip(optimizer.flat_params(), versions, strict=True)]
+    assert is_seen == [True, False, False, True]  # by autograd: a backward that has kept an older weight raises
     for index, (value, expected) in enumerate(zip(masters(optimizer), before, strict=True)):
         assert torch.equal(value, expected) == (index in (1, 2)), index
     before_any = every_byte(optimizer)
@@ -436,3 +442,13 @@ def test_elements_that_a_write_leaves_as_they_were_keep_their_masters(master: st
         narrow, shard = optimizer.core.scales.scale_inv[0], optimizer.core.shards[0]
         assert narrow < wide and optimizer.core.scales.amax[0] >= masters(optimizer)[0].abs().max()
         assert torch.equal(encode(masters(optimizer)[0].flatten(), shard.fmt, narrow)[0], shard.hi)
+
+
+@pytest.mark.parametrize(("master", "half_ulp"), [("e4m19", 2.0**-20), ("e4m11", 2.0**-12)])
+def test_a_float32_value_that_is_copied_into_an_fp8_weight_is_its_master(master: str, half_ulp: float) -> None:
+    optimizer = build(master)
+    value = torch.randn(SHAPES[0], generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        optimizer.flat_params()[0].copy_(value)
+    floor = 2.0**-9 * value.abs().max()  # FP8's subnormals
+    assert bool(((masters(optimizer)[0] - value).abs() <= half_ulp * (value.abs() + floor)).all())

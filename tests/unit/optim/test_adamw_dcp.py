@@ -6,6 +6,7 @@ import copy
 import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,18 @@ def test_a_run_that_is_saved_and_loaded_goes_on_with_the_same_bits(
     assert_equal(everything(other, loaded), everything(net, optimizer))
     step(untouched, plain, 5)
     assert_equal(everything(untouched, plain), everything(net, optimizer))  # to read a state changes nothing
+
+
+@pytest.mark.parametrize("num", [1, 8])
+def test_a_run_whose_betas_a_scheduler_moves_goes_on_with_the_same_bits(num: int, tmp_path: Path) -> None:
+    (net, optimizer), (other, loaded) = make("e4m19"), make("e4m19", seed=1)
+    cycle = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1e-2, total_steps=12, base_momentum=0.3)
+    schedule, _ = cycle(optimizer), cycle(loaded)
+    for first in range(num):
+        step(net, optimizer, 1, first)
+        schedule.step()
+    through_a_checkpoint((net, optimizer), (other, loaded), {}, tmp_path)
+    assert_equal(everything(other, loaded), everything(net, optimizer))  # the sum that bounds an update is in it
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -149,6 +150,27 @@ def test_the_bound_holds_for_what_a_step_passes_over_while_betas_move(why: str) 
         sums.append(release.core.sums.by_group().get(0))
     assert sums[0] is sums[1] is None
     assert sums[3] == sums[2] > sums[4]
+
+
+def test_tensors_that_updates_and_ends_of_steps_share_stay_where_they_are() -> None:
+    """A CUDA graph of an update goes on with the addresses that it was captured with."""
+    release, found = updater(max_norm=1.0, fmt=E4M11), []
+    core, scales = release.core, release.core.scales
+    for t in range(2):
+        step(release, gradients(t))
+        shared = [release.last_norm, release._square_sum, core.step_count, scales.amax, scales.measured, scales.scale]
+        shared += [scales.scale_inv, scales.previous_scale_inv, scales.next_scale_inv]
+        found.append([tensor.data_ptr() for tensor in shared])
+    assert found[0] == found[1] and float(release._square_sum) == 0 < float(release.last_norm)
+
+
+def test_what_was_prepared_for_buckets_that_vary_is_forgotten() -> None:
+    """As under layer drop: each of twelve steps has a bucket of its own."""
+    release = updater(fmt=E4M11)
+    for t, bucket in enumerate([*permutations(HELD), *permutations(HELD, 2)]):
+        release.update(bucket, gradients(t), GROUPS, 1.0)
+        release.finish(None)
+    assert max(len(release.core._prepared), len(release._indices)) <= 5
 
 
 def test_a_second_gradient_before_the_step_ends_is_refused_by_name() -> None:
