@@ -345,3 +345,9 @@ def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         f.write_manifest(tmp_path, f.Manifest({"fp8_ds": "9.1"}, {}))
     with pytest.raises(CheckpointError, match=r"expected format 1, got 2"):
         f.read_manifest(tmp_path)
+
+
+def test_a_save_that_is_damaged_or_did_not_end_is_not_named_among_the_complete(tmp_path: Path) -> None:
+    for name in ("one", "two", f"three{f.INCOMPLETE}"):
+        f.write_manifest(tmp_path / name, write_files(tmp_path / name, 1))
+    assert f.describe_complete(tmp_path, "one").endswith(": ['two'].")

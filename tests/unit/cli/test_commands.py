@@ -82,6 +82,12 @@ def test_the_version_is_that_of_each_part() -> None:
             0,
             ("fp32 states", "under torch.compile"),
         ),
+        (
+            ("plan", "llama-8b", "--config", CONFIG, "--world", 2, *SMALL),
+            0,
+            ("layers.{0..2}.mlp.down_proj (3)", "tensorwise", "bf16", "ZeRO stage 3", '"filter_fqns": ["q_proj", '),
+        ),
+        (("--version",), 0, ("fp8_ds ", "torch ", "deepspeed ")),
         (("doctor", "--no-probe", "--config", CONFIG), 1, ("seams", "deepspeed", "to do: `import fp8_ds`")),
         (("autoload", "on", "--site-dir", "."), 0, ("autoload",)),
         (("autoload", "status", "--site-dir", "."), 1, ("off",)),
@@ -217,7 +223,8 @@ def test_layers_that_are_too_small_to_gain_are_named_with_the_filter_that_leaves
     assert {row["fqn"] for row in again["layers"] if not row["in_fp8"]} == {*small, "lm_head"}
 
 
-def test_attention_that_the_model_does_not_take_is_refused_on_any_machine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [("plan",), ("estimate", "--micro-batch", 1, "--seq", 8)])
+def test_attention_that_the_model_does_not_take_is_refused_on_any_machine(tmp_path: Path, command: Any) -> None:
     """What a start would say of GPT-2, whose attention has dropout; not that there is no Hopper GPU here."""
     pytest.importorskip("transformers")
     config = written(tmp_path, fp8={"attention": {"backend": "fa3_fp8", "hadamard": True}})
@@ -227,7 +234,7 @@ def test_attention_that_the_model_does_not_take_is_refused_on_any_machine(tmp_pa
         (small, None),
         ([*small, "--set", "n_embd=96", "--set", "n_head=2"], "fp8.attention.hadamard"),
     ):
-        code, found = run("plan", "gpt2", "--config", config, *more)
+        code, found = run(*command, "gpt2", "--config", config, *more)
         assert code == (2 if key else 0) and (key is None or found["error"].startswith(f"{key}: "))
 
 

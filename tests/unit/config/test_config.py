@@ -156,6 +156,11 @@ def test_json_that_python_cannot_hold_or_print_is_refused_by_name() -> None:
         deep = deep.pop("a")
 
 
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Fp8Config(enabled=True).enabled = False  # type: ignore[misc]
+
+
 def test_checking_a_block_needs_neither_torch_nor_deepspeed() -> None:
     # fp8_ds/__init__ is the library's door and may import more; the config module must not.
     code = (

@@ -1,18 +1,24 @@
-"""What linears without Transformer Engine cannot do is refused by the flag's name."""
+"""Linears without Transformer Engine: what is refused by the flag's name, and the cached bytes of a weight."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install megatron-core==0.16.1")
 
 from megatron.core.quantization.quant_config import RecipeConfig
 from megatron.core.quantization.utils import get_quant_config_or_none
 
+from fp8_ds.config import LinearConfig
 from fp8_ds.errors import UnsupportedError
-from megatron_patches.linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear
+from fp8_ds.nn.linear.recipes import TensorwiseRecipe
+from megatron_patches.linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear, StepWeight
 from megatron_patches.recipes import refuse
 
 
@@ -56,3 +62,16 @@ def test_a_precision_config_for_linears_is_refused(cls: type) -> None:
         linear.finish_init(configured("*linear_fc1"))
     for other in (configured("*core_attention"), None):
         linear.finish_init(other)
+
+
+def test_writes_and_another_storage_are_noticed_and_copies_of_a_weight_have_no_cache() -> None:
+    weight = nn.Parameter(torch.randn(32, 16))
+    step = weight._fp8 = StepWeight(weight, TensorwiseRecipe(LinearConfig()))  # type: ignore[attr-defined]
+    first = step.data.float() * step.scale_inv
+    with torch.no_grad():
+        weight.mul_(2)
+    torch.testing.assert_close(step.data.float() * step.scale_inv, 2 * first)
+    weight.data = -weight.data
+    torch.testing.assert_close(step.data.float() * step.scale_inv, -2 * first)
+    for other in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))):
+        assert getattr(other, "_fp8", None) is None

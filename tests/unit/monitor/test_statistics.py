@@ -43,6 +43,11 @@ def test_each_kind_of_element_is_counted_once(fmt: Float8Format) -> None:
     for can_saturate, share in ((True, 0.5), (False, 0.25)):  # without the values before the cast: the largest code
         observe_codes(codes, torch.ones(()), counts, can_saturate=can_saturate)
         assert from_counts(counts).saturation == share
+    of_two, of_codes = new_counts(device="cpu"), new_counts(device="cpu")
+    for x in (torch.tensor([[math.nan, 2.0]]), torch.tensor([[1.0, 2.0]])):  # a NaN stays known
+        observe_hp(x, of_two)
+        observe_codes(x.to(fmt.torch_dtype), x[0, 0], of_codes, can_saturate=False)
+    assert math.isnan(from_counts(of_two).amax) and of_codes[:2].isnan().all()
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2])

@@ -65,6 +65,7 @@ def test_runs_are_paired_in_order_and_the_end_of_their_common_steps_is_compared(
     assert found["results"][0]["percent_by_pair"] == pytest.approx([0.1, 0.1])
     assert found["compared_steps"] == 10
     assert found["noise_percent"] == pytest.approx(100 * math.sqrt(0.5) / 2.5)
+    assert compare([group("base", 2.0), group("below 0", -1.0)], 0.1)["results"][0]["percent"] == -150
     short = curve("short", range(0, 50, 5), [1.0] * 10)
     long = curve("long", range(100), [1.0] * 50 + [5.0] * 50)
     found = compare([Group("a", (short,)), Group("b", (long,))], 0.3)

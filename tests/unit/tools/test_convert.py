@@ -212,25 +212,29 @@ LAYERS = ("layer_01-model_00-model_states.pt", "layer_01-model_01-model_states.p
 
 
 @pytest.mark.parametrize(
-    ("names", "targets", "error"),
+    ("names", "reasons", "error"),
     [
-        (PARTS, ("safetensors", "universal"), UnsupportedError),
-        ([f"zero_pp_rank_0_{name}" for name in PARTS], ("safetensors",), UnsupportedError),
+        (PARTS, {"safetensors": "got several", "universal": "by which parts"}, UnsupportedError),
+        ([f"zero_pp_rank_0_{name}" for name in PARTS], {"safetensors": "got several"}, UnsupportedError),
         # Layers of pipeline stages are whole, and joined (test_pipeline.py), unless tensor parallelism has cut them.
-        ((*PARTS, *LAYERS), ("universal",), UnsupportedError),
-        ((PARTS[0], "zero_pp_rank_0_mp_rank_00_optim_states.pt"), ("safetensors", "universal"), CheckpointError),
+        ((*PARTS, *LAYERS), {"universal": "by which parts"}, UnsupportedError),
+        (
+            (PARTS[0], "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+            dict.fromkeys(("safetensors", "universal"), "the files of all ranks"),
+            CheckpointError,
+        ),
     ],
 )
 def test_parts_that_nothing_says_how_to_join_or_that_are_not_all_there_are_refused(
-    tmp_path: Path, names: tuple[str, ...], targets: tuple[Any, ...], error: type[Fp8DsError]
+    tmp_path: Path, names: tuple[str, ...], reasons: dict[Any, str], error: type[Fp8DsError]
 ) -> None:
     (tmp_path / "one").mkdir()
     optimizer = {"zero_stage": 2, "partition_count": 2, "single_partition_of_fp32_groups": [torch.ones(2)]}
     for name in names:
         states = {"optimizer_state_dict": optimizer} if "optim" in name else {"module": {}, "ds_version": "0.19.8"}
         torch.save(states, tmp_path / "one" / name)
-    for target in targets:
-        with pytest.raises(error):
+    for target, reason in reasons.items():
+        with pytest.raises(error, match=reason):
             convert(tmp_path / "one", tmp_path / "out", target)
     assert not (tmp_path / "out").exists()
 

@@ -27,6 +27,21 @@ SHAPE = {
     "max_position_embeddings": 64,
 }
 FEW_EXPERTS = {"num_local_experts": 4}
+DEEPSEEK = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 32,
+    "first_k_dense_replace": 1,
+    "head_dim": 16,
+    "num_key_value_heads": 2,
+}
 QKV, GATE_UP = "q_proj k_proj v_proj", "gate_proj up_proj"
 ATTENTION, MLP = {"input_layernorm": QKV}, {"post_attention_layernorm": GATE_UP, "mlp": "down_proj"}
 LLAMA = ATTENTION | MLP
@@ -77,6 +92,19 @@ def fuse(model: nn.Module) -> tuple[Fused, set[str], set[str]]:
             set(),
         ),
         ("mixtral", FEW_EXPERTS, ATTENTION, {"post_attention_layernorm", "norm"}, {QKV}),
+        (
+            "deepseek_v3",
+            DEEPSEEK,
+            {
+                "input_layernorm": "q_a_proj kv_a_proj_with_mqa",
+                "q_a_layernorm": "q_b_proj",
+                "post_attention_layernorm": GATE_UP,
+                "mlp": "down_proj",
+                "shared_experts": "down_proj",
+            },
+            {"kv_a_layernorm", "post_attention_layernorm", "norm"},
+            {"q_a_proj kv_a_proj_with_mqa", GATE_UP},
+        ),
     ],
     ids=lambda one: one if isinstance(one, str) else "",
 )
