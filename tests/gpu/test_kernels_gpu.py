@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support import many_scales
 from support.adam_shards import clone_shard, differences, make_grad, make_inputs, make_shard
 from support.producers import assert_same, make_gate, make_rows, make_scaling
@@ -20,7 +21,8 @@ from torch import Tensor
 
 from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.numerics.masters import BY_NAME
-from fp8_ds.ops.adamw import prepare
+from fp8_ds.numerics.predicted import PredictedScales
+from fp8_ds.ops.adamw import AdamShard, prepare
 from fp8_ds.ops.blockwise import block_amax, quantize_blockwise, quantize_groupwise, transpose_blockwise
 from fp8_ds.ops.gemm import scaled_mm
 from fp8_ds.ops.gemm.blockwise import scaled_mm_blockwise
@@ -41,7 +43,10 @@ from fp8_ds.ops.weighted_sum import (
     weighted_sum_backward_reference,
     weighted_sum_reference,
 )
+from fp8_ds.optim.core import AdamCore
+from fp8_ds.optim.states import Flat, Piece
 from fp8_ds.testing import assert_bitwise, sqnr_db
+from fp8_ds.zero.release import ReleaseUpdater
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -237,6 +242,42 @@ def test_a_captured_step_replays_as_eager_and_one_with_gradients_at_new_addresse
     with pytest.raises(RuntimeError, match="addresses"), torch.cuda.graph(refused):
         kernel([other], inputs)
     torch.cuda.synchronize()
+
+
+def released(max_norm: float, is_captured: bool) -> tuple[AdamShard, list[Tensor]]:
+    """A weight and its scales after nine steps of gradient release; the update of the second one is captured."""
+    shard, device = make_shard(BY_NAME["e4m11"], 4136, 0), torch.device("cuda", torch.cuda.current_device())
+    on_device, scales = clone_shard(shard, device), PredictedScales(1, device)
+    scales.set(torch.ones(1, device=device))
+    core = AdamCore([Flat(0, shard.numel, [Piece(0, on_device)])], [0], scales, device, True, 0)
+    updater = ReleaseUpdater(core, 1, {shard.name: 0}, None, max_norm)
+    groups = [{"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}]
+    grads = {shard.name: torch.empty(shard.numel, dtype=torch.bfloat16, device=device)}
+    graph = None
+    for step in range(9):
+        grads[shard.name].copy_(make_grad(shard, torch.bfloat16, seed=step))
+        if is_captured and step == 1:  # the first one was made with the same gradient tensor
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                updater.update([shard.name], grads, groups, 1.0)
+        if graph is None:
+            updater.update([shard.name], grads, groups, 1.0)
+        else:
+            graph.replay()
+        updater.finish(None)
+    scales.wait()
+    return on_device, [core.step_count, scales.scale_inv, scales.amax, updater.last_norm]
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 1.0])
+def test_a_captured_update_of_a_released_bucket_replays_as_eager(max_norm: float) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        (eager, expected), (replayed, found) = (released(max_norm, is_captured) for is_captured in (False, True))
+    finally:
+        dist.destroy_process_group()
+    assert expected[0].tolist() == [9] and differences(eager, replayed) == []
+    same(tuple(expected), tuple(found))
 
 
 def test_a_step_never_waits_for_the_device_and_allocates_less_than_a_mebibyte() -> None:
