@@ -275,12 +275,14 @@ def only_nonlinear(nonlinear):
 
 # Smallest measured over these families with three seeds each: layer 0.99976, input 0.99987, a matrix 0.99952. A norm's
 # weight 0.9926: where an outlier channel outweighs the others, its gradient hangs on one sum that may cancel by chance.
-@pytest.mark.parametrize("family", ["normal", "outlier_channel"])
+@pytest.mark.parametrize("family", ["normal", "outlier_channel", "per_row"])
 def test_gradients_of_inputs_kept_in_fp8_have_cosine_0_999_with_bf16s(family):
     def cosine(a, b):
         return float(torch.nn.functional.cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0))
 
     x, grad = inputs(family), inputs(seed=1) * 1e-3
+    if family == "per_row":
+        x[0, 0, 40] *= 1000  # a massive token
     exact, kept = run(LAYER, x, grad), run(only_nonlinear("fp8"), x, grad)
     weights = [name for name in exact if name not in ("output", "x")]
     whole = [torch.cat([found[name].flatten() for name in weights]) for found in (exact, kept)]
