@@ -172,7 +172,11 @@ def test_in_bf16_it_is_stock_but_for_the_order_of_sums_and_comes_back(ranks: Any
 
 @on_ranks(2)
 def test_the_monitor_has_rows_of_experts_and_counts_them_as_covered() -> None:
-    _, report = training.losses_and_report(build(2, {"monitor": {"every": 2, "sink": "/dev/null"}}), False)
+    engine = build(2, {"monitor": {"every": 2, "sink": "/dev/null"}})
+    reports = training.reports_of(engine)
+    training.train(engine, 4)
+    training.destroy(engine)
+    report = reports[-1]
     assert len(report["layers"]) == 12 and report["coverage"] > 0.9
     kinds = report["layers"]["lm.model.layers.1.mlp.experts.gate_up_proj"]
     assert kinds["weight"]["num"] == 2 * NUM_EXPERTS * 2 * INTER * 48  # on two ranks

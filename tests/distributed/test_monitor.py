@@ -134,16 +134,6 @@ def test_a_monitor_that_is_off_runs_nothing() -> None:
     assert what_ran({"monitor": {"every": 2, "sink": "/dev/null"}})
 
 
-@on_ranks(2)
-def test_compiled_layers_are_watched_with_the_same_numbers() -> None:
-    config = training.ds_config(2, {"monitor": {"every": 2, "sink": "/dev/null"}})
-    (losses, report), (compiled_losses, compiled) = (
-        training.losses_and_report(training.build(config, {"num_blocks": 1}), is_compiled)
-        for is_compiled in (False, True)
-    )
-    assert compiled_losses == losses and compiled["layers"] == report["layers"]
-
-
 def until_the_process_ends(folder: str) -> list[str]:
     """What is said at the end of a process that has destroyed its group, and not its engines.
 

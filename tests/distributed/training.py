@@ -162,17 +162,6 @@ def reports_of(engine: Any) -> list[dict[str, Any]]:
     return reports
 
 
-def losses_and_report(engine: Any, is_compiled: bool) -> tuple[list[float], dict[str, Any]]:
-    """Of four steps of an engine with a monitor, and its last report; the engine is destroyed."""
-    reports = reports_of(engine)
-    if is_compiled:
-        torch._dynamo.reset()
-        engine.compile(backend="aot_eager")
-    losses = train(engine, 4)
-    destroy(engine)
-    return losses, reports[-1]
-
-
 def macs_of_second_step(engine: Any) -> dict[str, int]:
     """What DeepSpeed's flops profiler, which is on rank 0, counts of each module without its parts. Ends the engine.
 

@@ -69,6 +69,9 @@ def written(stage: int, recipe: str) -> None:
     step(zero, stage)
     assert_follow(zero, recipe, values)
     assert torch.equal(zero.read("gain"), values["gain"].bfloat16())
+    zero._restore_from_bit16_weights()  # what was written is forgotten
+    masters = zero.masters()
+    assert_same({name: masters[name] for name in WEIGHTS}, values)
 
 
 @pytest.mark.parametrize(("stage", "recipe"), [(2, "tensorwise"), (2, "rowwise"), (2, "blockwise"), (3, "rowwise")])
