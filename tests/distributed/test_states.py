@@ -118,6 +118,7 @@ OPTIONS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tensor lr": (1, {}, {}),
     "callable": (1, {}, {}),
     "client": (1, {}, {}),
+    "client in stage 3": (3, {}, {}),
     "frozen": (2, {"linear": {"frozen": "fp8"}}, {}),
     "fp32 gradients": (2, {}, {"data_types": {"grad_accum_dtype": "fp32"}}),
     "round robin": (2, {}, {"zero_optimization": {"round_robin_gradients": True}}),
@@ -138,8 +139,8 @@ def train_option(option: str, stage: int, fp8: dict[str, Any], overrides: dict[s
     params: Any = [p for p in net.parameters() if p.requires_grad]
     kwargs: dict[str, Any] = {"model_parameters": params}
     client: Any = None
-    if option in ("client", "tensor lr"):
-        groups = two_groups(net) if option == "client" else params
+    if option.startswith("client") or option == "tensor lr":
+        groups = two_groups(net) if option.startswith("client") else params
         client = torch.optim.AdamW(groups, lr=torch.tensor(3e-3) if option == "tensor lr" else 3e-3)
         kwargs = {"optimizer": client}
     elif option == "callable":

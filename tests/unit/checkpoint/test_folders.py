@@ -54,10 +54,12 @@ def save(save_dir: Path, tag: str, version: int) -> None:
     save_on([save_dir], tag, version)
 
 
-def save_on(hosts: Sequence[Path], tag: str, version: int) -> None:
-    for step in zip(*(steps_of_a_save(host, tag, version) for host in hosts), strict=True):
+def save_on(hosts: Sequence[Path], tag: str, version: int, before: int | None = None) -> None:
+    """Save on all hosts. `before`: the version that a kill on the way to `publish` has to leave."""
+    for number, step in enumerate(zip(*(steps_of_a_save(host, tag, version) for host in hosts), strict=True)):
         for act in step:
             act()
+            assert before is None or number > 2 or load_on(hosts) == before
 
 
 def version_in(folder: Path) -> int:
@@ -153,7 +155,7 @@ def test_a_kill_at_any_operation_of_one_host_leaves_a_save_that_both_have(
                     steps[1 - killed][step]()
                 died = kill_at(call, steps[killed][step])
                 outcomes.append(load_on(hosts))
-                save_on(hosts, tag, 3)  # the next save clears up and succeeds
+                save_on(hosts, tag, 3, before=outcomes[-1])  # the next save clears up and succeeds
                 assert load_on(hosts) == 3
                 assert (hosts[killed] / "two/notes.txt").read_text() == "mine"
                 for host in hosts:
@@ -273,7 +275,8 @@ def test_saves_and_loads_wait_for_the_save_of_another_job_and_loads_not_for_each
 # --- what a disk does to files ---
 
 
-def test_every_flipped_bit_of_a_file_is_found_and_named(tmp_path: Path) -> None:
+def test_every_flipped_bit_of_a_file_is_found_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f, "_CHUNK_BYTES", 1000)  # smaller than the files, as for real ones
     manifest = write_files(tmp_path, 1)
     for name, entry in manifest.files.items():
         path = tmp_path / name
