@@ -87,6 +87,7 @@ def test_the_version_is_that_of_each_part() -> None:
             0,
             ("layers.{0..2}.mlp.down_proj (3)", "tensorwise", "bf16", "ZeRO stage 3", '"filter_fqns": ["q_proj", '),
         ),
+        (("plan", "mixtral-8x7b", "--config", CONFIG, *ONE_LAYER, "--set", "num_local_experts=17"), 0, ("16 experts",)),
         (("--version",), 0, ("fp8_ds ", "torch ", "deepspeed ")),
         (("doctor", "--no-probe", "--config", CONFIG), 1, ("seams", "deepspeed", "to do: `import fp8_ds`")),
         (("autoload", "on", "--site-dir", "."), 0, ("autoload",)),
@@ -176,6 +177,7 @@ def test_plan_takes_a_config_json_and_a_function(tmp_path: Path, monkeypatch: py
         ({"zero_optimization": {"stage": 0}}, 2, "zero_optimization.stage: 0"),
         ({"fp8": {"enabled": False}}, 2, "fp8"),
         ({"fp8": {"schedule": {"layers": {"layers.1.": "bf16"}}}}, 0, ""),
+        ({"fp8": {"schedule": {"bf16_until_step": 60, "bf16_last_fraction": 0.5, "total_steps": 100}}}, 1, ""),
         ({"fp8": {"schedule": {"layers": {"layers.7.": "bf16"}}}}, 2, "layers.7."),
         ({"fp8": {"schedule": {"layers": {"lm_head": "bf16"}}}}, 2, "lm_head"),
         ({"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 1}}, 0, ""),
@@ -198,9 +200,10 @@ def test_a_layer_that_the_schedule_keeps_in_bf16_is_not_called_fp8(tmp_path: Pat
     zero = {"stage": stage}
     (_, whole), (code, found) = (
         run(*on_two_ranks, written(tmp_path, fp8=fp8, zero_optimization=zero))
-        for fp8 in ({}, {"schedule": {"layers": layers}})
+        for fp8 in ({}, {"schedule": {"layers": layers, "bf16_until_step": 2}})
     )
     assert code == 0 and (whole["num_fp8"], found["num_fp8"]) == (21, 18)
+    assert (whole["schedule_varies"], found["schedule_varies"]) == (False, True)
     in_bf16 = [row["fqn"] for row in found["layers"] if not row["in_fp8"]]
     assert in_bf16 == [*(f"model.layers.{number}.mlp.down_proj" for number in range(3)), "lm_head"]
     assert found["fp8_percent_of_flops"] < whole["fp8_percent_of_flops"]
