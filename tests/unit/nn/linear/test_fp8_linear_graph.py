@@ -109,20 +109,25 @@ def test_linears_of_one_graph_compile_with_every_size_a_symbol(recipe):
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(
-    ("recipe", "dtype", "with_payload"),
-    [*((recipe, torch.bfloat16, True) for recipe in RECIPES), ("tensorwise", torch.float32, False)],
+    ("recipe", "dtype", "with_payload", "autocast"),
+    [*((recipe, torch.bfloat16, True, False) for recipe in RECIPES), ("tensorwise", torch.float32, False, True)],
 )
-def test_compiled_equals_eager_without_graph_breaks(with_payload, dtype, recipe):
+def test_compiled_equals_eager_without_graph_breaks(with_payload, dtype, recipe, autocast):
     # fullgraph=True raises at the first graph break.
     linear, history = make(recipe, with_payload, dtype)
     x = torch.randn(2, 3, 48, dtype=dtype)
     if history is not None:
         history.update(torch.tensor([2.0, 4.0]))
-    expected = run(linear, linear, x)
+
+    def forward(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            return linear(x)
+
+    expected = run(forward, linear, x)
     recorded = None if history is None else history.amax_local.clone()
     if history is not None:
         history.amax_local.zero_()
-    compiled = torch.compile(linear, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(forward, backend="aot_eager", fullgraph=True)
     assert_all_bitwise(run(compiled, linear, x), expected)
     if history is not None:
         assert_bitwise(history.amax_local, recorded)
@@ -206,18 +211,3 @@ def test_torch_jit_traces_it_for_training_where_no_two_read_one_tensor(fused):
     assert float(sqnr_db(net(2 * x).float(), output.float())) > 30
     output.sum().backward()
     assert all(p.grad is not None and p.grad.any() for p in net.parameters())
-
-
-@pytest.mark.usefixtures("fresh_dynamo")
-def test_compiled_under_autocast_equals_eager():
-    linear, _ = make()
-
-    def forward(x):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return linear(x)
-
-    x = torch.randn(6, 48)
-    expected = run(forward, linear, x)
-    got = run(torch.compile(forward, backend="aot_eager", fullgraph=True), linear, x)
-    assert_all_bitwise(got, expected)
-    assert got[0].dtype == torch.bfloat16
