@@ -19,6 +19,7 @@ CASES: dict[tuple[int, str], dict[str, Any]] = {
     (1, "release"): {"optimizer": {"states": "fp8", "release": True}},
     (2, "fp8"): FP8_STATES,
     (3, "fp32"): {},
+    (3, "fp8"): FP8_STATES,
     (3, "reduce-scatter"): {"zero": {"reduce_scatter": "fp8"}},
 }
 """By ZeRO stage and name, which share a process: its start takes longer than they do."""

@@ -22,7 +22,7 @@ from torch import nn
 
 from fp8_ds.checkpoint import folders
 from fp8_ds.checkpoint.folders import MANIFEST
-from fp8_ds.engine import ranks
+from fp8_ds.engine import checking, ranks
 from fp8_ds.engine.checkpoints import Fp8Checkpoints
 from fp8_ds.errors import CheckpointError, ConfigError
 from fp8_ds.tools.convert import convert
@@ -351,7 +351,11 @@ def test_a_mount_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("has_manifest", [True, False])
-def test_a_damaged_file_is_named_on_all_ranks_and_nothing_is_loaded(tmp_path: Path, has_manifest: bool) -> None:
+def test_a_damaged_file_is_named_on_all_ranks_and_nothing_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_manifest: bool
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(checking, "say_problem", said.append)
     save(tmp_path, 1)
     folder = tmp_path / "old"
     if not has_manifest:
@@ -369,6 +373,7 @@ def test_a_damaged_file_is_named_on_all_ranks_and_nothing_is_loaded(tmp_path: Pa
             assert str(path if is_named else folder) in refusal(tmp_path)
         path.write_bytes(content)
     assert load(tmp_path) == 1
+    assert has_manifest or (said and all(MANIFEST in line for line in said))
 
 
 def test_a_named_pipe_in_a_checkpoint_is_refused_by_name_and_not_waited_for(tmp_path: Path) -> None:
@@ -398,13 +403,18 @@ def test_what_is_unfinished_absent_or_added_is_refused(tmp_path: Path) -> None:
         assert "latest: expected names that stay in their folder" in refusal(tmp_path)
 
 
-def test_a_checkpoint_of_other_versions_is_loaded(tmp_path: Path) -> None:
+def test_a_checkpoint_of_other_versions_is_loaded_with_a_notice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(checking, "say", said.append)
     save(tmp_path, 1)
+    assert load(tmp_path) == 1 and said == []
     manifest = folders.read_manifest(tmp_path / "old")
     assert manifest is not None
     header = {**manifest.header, "deepspeed": "0.1.2"}
     folders.write_manifest(tmp_path / "old", folders.Manifest(header, manifest.files))
-    assert load(tmp_path) == 1
+    assert load(tmp_path) == 1 and all("deepspeed 0.1.2" in line for line in said) and said
 
 
 @pytest.mark.parametrize("has_manifest", [True, False])

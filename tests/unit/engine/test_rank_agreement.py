@@ -11,7 +11,9 @@ from support.threads import on_threads
 from torch import nn
 
 from fp8_ds.config import Fp8Config
+from fp8_ds.engine import rank_agreement
 from fp8_ds.engine.rank_agreement import Start, start_alike, start_of_rank, take_side
+from fp8_ds.engine.ranks import tell_all
 from fp8_ds.errors import Fp8DsError, UnsupportedError
 
 DS_CONFIG = {
@@ -68,6 +70,13 @@ def test_a_difference_is_named_alike_on_all_ranks(change: str) -> None:
     found = on_threads(3, error_of, [start(), start(), other()])
     assert len(set(found)) == 1
     assert found[0][0] == "ConfigError" and "ranks [2] unlike rank 0 (" in found[0][1] and named in found[0][1]
+
+
+def test_ranks_that_agree_send_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr(rank_agreement, "tell_all", lambda mine: sent.append(len(repr(mine))) or tell_all(mine))
+    assert on_threads(2, error_of, [usual := start()] * 2) == [("", "")] * 2
+    assert 0 < max(sent) < 128 < len(repr(usual))
 
 
 def test_what_most_ranks_have_is_the_measure() -> None:

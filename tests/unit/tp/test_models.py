@@ -21,6 +21,7 @@ from fp8_ds.errors import ConfigError
 from fp8_ds.nn.fused.search import fuse_producers
 from fp8_ds.testing import assert_bitwise, sqnr_db
 from fp8_ds.tp import LLAMA, QWEN3, TensorParallelPlan, configure, mlp, parallelize
+from fp8_ds.tp.group import new_host_group
 
 pytest.importorskip("transformers.integrations.moe")
 
@@ -220,6 +221,17 @@ def wrong(case: str) -> None:
 )
 def test_a_model_or_group_that_does_not_fit_is_an_error_on_every_rank(case: str) -> None:
     on_threads(4, wrong, case)
+
+
+def host_group() -> Any:
+    made = new_host_group(tpar.ParallelGroups(2).tp_group)
+    total = torch.tensor([dist.get_rank()])
+    dist.all_reduce(total, group=made)
+    return dist.get_process_group_ranks(made), int(total)
+
+
+def test_ranks_of_a_group_that_is_not_gloos_get_one_to_compare_in_by_themselves() -> None:
+    assert on_threads(4, host_group) == 2 * [([0, 1], 1)] + 2 * [([2, 3], 5)]
 
 
 # --- a SwiGLU MLP as one function ---

@@ -111,6 +111,20 @@ def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing_on_any(
     on_threads(3, skipping, stage, master, value, is_late)
 
 
+def clipped(stage: int) -> None:
+    zero = zero_optimizer(stage, RAGGED, **states("e4m11"))
+    zero.clip_grad = 0.01
+    zero.give(gradients(RAGGED, 0))
+    zero.step()
+    first = [moment.flatten() for name, moment in zero.states().items() if name.endswith("exp_avg")]
+    assert float(torch.cat(first).norm()) == pytest.approx(0.1 * 0.01, rel=0.02)  # (1 - beta1) * clip
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_are_clipped_to_their_norm(stage: int) -> None:
+    on_threads(2, clipped, stage)
+
+
 def with_other_numbers(stage: int, number: dict[str, Any], is_alike: bool) -> None:
     zero = trained(stage, RAGGED, states("e4m11"), 1)
     before = zero.states()
