@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import megatron_training as mt
@@ -29,6 +30,8 @@ class StandIn(torch.Tensor):
     _data: Tensor
     _scale_inv: Tensor
     _initial: Tensor | None
+    _transpose: Tensor | None = None
+    _quantizer = SimpleNamespace(set_usage=lambda **usages: None)
 
     @staticmethod
     def __new__(cls, data: Tensor, scale_inv: Tensor, initial: Tensor | None) -> StandIn:
@@ -52,7 +55,10 @@ class StandIn(torch.Tensor):
         self._initial = None
 
     def _reset_caches(self) -> None:
-        """Nothing is derived from the bytes."""
+        self._transpose = None
+
+    def update_usage(self, columnwise_usage: bool) -> None:
+        self._transpose = None
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -75,6 +81,13 @@ def replace_raw_data(tensor: StandIn, data: Tensor) -> None:
 
 def stand_in(drawn: Tensor) -> nn.Parameter:
     return nn.Parameter(StandIn.quantize(drawn))
+
+
+def transpose(weights: list[StandIn]) -> None:
+    """Transformer Engine's post_all_gather_processing, where no transpose is valid; here it is a copy."""
+    for weight in weights:
+        if weight._transpose is None:
+            weight._transpose = weight._data.clone()
 
 
 stock_build = mt.build
@@ -101,12 +114,14 @@ def run(
     layout: mt.Layout,
     master: str | None,
     make: Callable[[Tensor], nn.Parameter] | None = None,
+    drop_transposes: bool | None = None,
     **options: Any,
 ) -> Iterator[mt.Training]:
     """A training with these masters; None: stock.
 
     Args:
         make: makes an FP8 weight of what was drawn.
+        drop_transposes: whether those of FP8 weights are; None: there are none.
         options: of Megatron's OptimizerConfig.
     """
     from megatron.core import fp8_utils
@@ -124,11 +139,11 @@ def run(
             patch.setattr(fp8_utils, "HAVE_TE_FP8_TENSOR_CLASS", True)
             patch.setattr(fp8_utils, "FP8_TENSOR_CLASS", StandIn)
             patch.setattr(fp8_utils, "_modify_underlying_storage_impl", replace_raw_data)
-            patch.setattr(fp8_utils, "te_post_all_gather_processing", None)
+            patch.setattr(fp8_utils, "te_post_all_gather_processing", None if drop_transposes is None else transpose)
             patch.setattr(fp8_utils, "dequantize_fp8_tensor", lambda tensor: tensor.dequantize())
             patch.setattr(mt, "build", lambda layout: build(layout, make or stand_in))
             options["fp8_recipe"] = "tensorwise"
-        of_states = optimizer.OptimizerStates(master) if master else None
+        of_states = optimizer.OptimizerStates(master, drop_transposes=bool(drop_transposes)) if master else None
         applied = patches.apply(optimizer.replacements(of_states)) if of_states else None
         try:
             yield mt.Training(layout, **options)

@@ -65,7 +65,13 @@ def gradients(layout: Layout) -> dict[str, Any]:
         with _CountProducts() as products, count_collectives() as moved:
             training.step(mt.batches(1))
         found = {name: p.main_grad.clone() for name, p in training.module.named_parameters()}
-        return {"gradients": found, "products": products.count, "gathered": moved.num_bytes["all_gather"]}
+        recipes = {one.fp8_recipe.name for one in training.module.modules() if getattr(one, "fp8_recipe", None)}
+        return {
+            "gradients": found,
+            "products": products.count,
+            "gathered": moved.num_bytes["all_gather"],
+            "recipes": recipes,
+        }
 
 
 def of_stock(layout: Layout) -> Layout:
@@ -149,7 +155,7 @@ def test_every_gradient_is_that_of_megatrons_own_layers_or_of_another_layout(
     """Of models with experts, those of the experts. Without a bound: bit for bit."""
     for ours, theirs in zip(gradients_of(layout), gradients_of(other or of_stock(layout)), strict=True):
         assert ours["products"] == num_products * mt.NUM_MICRO and (other or theirs["products"] == 0)
-        assert ours["gradients"].keys() == theirs["gradients"].keys()
+        assert ours["gradients"].keys() == theirs["gradients"].keys() and ours["recipes"] <= {layout.recipe}
         for parameter, grad in theirs["gradients"].items():
             if "num_moe_experts" in layout.config and "experts" not in parameter:
                 continue

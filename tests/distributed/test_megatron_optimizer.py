@@ -195,6 +195,15 @@ def test_an_update_does_not_depend_on_how_weights_are_sharded(ranks: Any) -> Non
     assert num_other <= 3 * 128, num_other
 
 
+@pytest.mark.parametrize("drops", [False, True])
+@on_ranks(2)
+def test_transposes_are_of_the_bytes_in_force_or_dropped(drops: bool) -> None:
+    with run(bf16(True), "e4m19", drop_transposes=drops) as training:
+        steps(training, 2)
+        for name, p in ms.fp8_weights(training).items():
+            assert p._transpose is None if drops else torch.equal(p._transpose, p._data), name
+
+
 # --- memory ---
 
 

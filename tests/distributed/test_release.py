@@ -172,6 +172,25 @@ def test_gradients_in_the_backward_stay_within_their_buckets_and_one_gradient(
         assert end <= buffer and plain_end > 3.5 * largest
 
 
+# --- clipping ---
+
+
+def with_exact_clipping(release: bool) -> tuple[list[float], float, dict[str, Any]]:
+    """Two micro-batches a step, norms far above the limit."""
+    engine = build(3, block("e4m11", release), TINY, gradient_clipping=0.05, gradient_accumulation_steps=2)
+    assert engine.fp8.release is None
+    found = training.train(engine, 3), float(engine.get_global_grad_norm()), everything(engine)
+    training.destroy(engine)
+    return found
+
+
+@on_ranks(2)
+def test_exact_clipping_holds_the_gradients_and_accumulates_as_without_release() -> None:
+    (losses, norm, states), (plain_losses, plain_norm, plain) = map(with_exact_clipping, (True, False))
+    assert losses == plain_losses and norm == plain_norm > 0.25
+    assert_same_everything(states, plain)
+
+
 # --- refusals ---
 
 

@@ -9,6 +9,7 @@ import pytest
 import test_pipeline
 import torch
 import training
+from support.ranks import on_ranks
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.distributed
@@ -176,6 +177,21 @@ def test_every_option_of_the_optimizer_means_what_it_means_with_fp32_states(rank
         for name, moved in result["moved"].items():
             few = 0.1 if "norm" in name else 0.05  # what noise in first masters moves, few elements show most
             assert moved == pytest.approx(stock["moved"][name], rel=few), name
+
+
+def rounded_by(seed: int) -> dict[str, dict[str, Any]]:
+    engine = training.build(training.ds_config(2, {"optimizer": {"states": "fp8", "seed": seed}}), SMALL)
+    training.train(engine, 1)
+    found = local_states(engine)
+    training.destroy(engine)
+    return found
+
+
+@on_ranks(2)
+def test_another_seed_rounds_otherwise() -> None:
+    first, again, other = map(rounded_by, (5, 5, 6))
+    assert_same_states(first, again)
+    assert max(float((one["lo"] != other[name]["lo"]).float().mean()) for name, one in first.items()) > 0.2
 
 
 def pipeline(master: str | None) -> list[float]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch import nn
 
-from fp8_ds.checkpoint.state import _how_to_keep, wrong_entries
+from fp8_ds.checkpoint.state import _how_to_keep, restore_state, wrong_entries
 from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
 from fp8_ds.nn.plan.plan import make_plan
@@ -38,3 +39,19 @@ def test_an_unknown_version_is_refused() -> None:
     context: Any = None
     with pytest.raises(ConfigError, match="expected version 1, got 99"):
         wrong_entries(context, {"version": 99}, module_only=False, with_optimizer=True, of_other_shards=False)
+
+
+def test_settings_of_older_versions_that_are_gone_are_named() -> None:
+    old: dict[str, dict[str, Any]] = {
+        "optimizer": {"states": "fp8", "master": "fp32", "master_format": "fp32", "release_clipping": "per_tensor"},
+        "schedule": {"fp32_states_from_step": 100, "bf16_below_lr": 1e-5},
+        "zero": {"keep_bf16_shard": True},
+        "guard": {"return_after": 500},
+        "tensor_parallel": {"scales": "shared"},
+    }
+    plan, said = make_plan(nn.Sequential(nn.Linear(32, 32)), LinearConfig()), list[str]()
+    context: Any = SimpleNamespace(plan=plan, precision=None, release=None, history=None)
+    restore_state(context, {"config": old, "plan": plan.to_state()}, said.append, module_only=True, of_a_stage=False)
+    gone = {"optimizer.master", "release_clipping", "fp32_states_from_step 100", "bf16_below_lr 1e-05"}
+    gone |= {"keep_bf16_shard", "guard.return_after 500", "tensor_parallel.scales"}
+    assert {name for name in gone for line in said if name in line} == gone and len(said) == len(gone)

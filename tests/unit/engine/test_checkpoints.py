@@ -251,6 +251,26 @@ def test_whatever_a_rank_raises_in_its_work_is_known_on_all() -> None:
     assert on_threads(2, lambda: ranks.all_do("count", work)) == 2 * [([7, None], ["rank 1: SystemExit: by zero"])]
 
 
+def test_ranks_of_a_save_wait_for_file_work_in_short_exchanges_and_say_who_is_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """test_faults.py has a load."""
+    said, record = list[str](), folders.record
+
+    def slow(path: Path, rank: int) -> folders.FileRecord:
+        time.sleep(rank)
+        return record(path, rank)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folders, "record", slow)
+        times = {"SLICE_SECONDS": 0.05, "SAY_SECONDS": 0.2}
+        for key, value in {**times, "threading": threading, "say_problem": said.append}.items():
+            patch.setattr(ranks, key, value)
+        assert save(tmp_path, 1) == ["", ""]
+    assert load(tmp_path) == 1
+    assert said and all("save_checkpoint: " in line and "ranks [1] are not done yet" in line for line in said)
+
+
 # --- hosts with disks of their own ---
 
 

@@ -21,7 +21,7 @@ BETAS = [(0.9, 0.95), (0.8, 0.999), (0.0, 0.99)]
 def core_of(num_groups: int, num_weights: int, *, decoupled: bool) -> AdamCore:
     device = torch.device("cpu")
     flats = [Flat(row, 0, []) for row in range(num_groups)]
-    return AdamCore(flats, range(num_groups), PredictedScales(num_weights, device), device, decoupled, 0)
+    return AdamCore(flats, range(num_groups), PredictedScales(num_weights, device), device, decoupled, seed=7)
 
 
 def groups_of(lr: Any) -> list[dict[str, Any]]:
@@ -34,9 +34,10 @@ def groups_of(lr: Any) -> list[dict[str, Any]]:
 def test_the_numbers_of_a_step_are_those_of_their_formulas(lr: Any, decoupled: bool) -> None:
     core, groups = core_of(len(BETAS), 0, decoupled=decoupled), groups_of(lr)
     for step in range(1, 4):
-        rows = core.begin(groups).hyper
+        inputs = core.begin(groups)
         core.end()
-        for row, group in zip(rows, groups, strict=True):
+        assert inputs.seed == 7
+        for row, group in zip(inputs.hyper, groups, strict=True):
             rate, (beta1, beta2) = float(group["lr"]), group["betas"]
             first, second = 1 - torch.tensor([beta1, beta2], dtype=torch.float64) ** step
             expected = {
