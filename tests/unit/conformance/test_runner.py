@@ -16,19 +16,22 @@ from outcomes import Outcome, OutcomeStore  # noqa: E402
 
 
 @pytest.mark.parametrize(
-    ("ours", "is_explained"),
+    ("forgiven", "ours", "is_explained"),
     [
-        (Outcome("failed", message="UnsupportedError: MoE"), True),
-        (Outcome("failed", message="ValueError: MoE"), False),
-        (Outcome("passed", num_forgiven=4), True),
-        (Outcome("skipped"), False),
+        ([], Outcome("failed", message="UnsupportedError: MoE"), True),
+        (["::t$"], Outcome("failed", message="ValueError: MoE"), False),
+        (["::t$"], Outcome("passed", num_forgiven=4), True),
+        (["::other$"], Outcome("passed", num_forgiven=4), False),
+        ([], Outcome("skipped"), False),
     ],
 )
-def test_a_reason_holds_only_for_the_failure_that_it_names(tmp_path: Path, ours: Outcome, is_explained: bool) -> None:
+def test_a_reason_holds_only_for_the_failure_that_it_names(
+    tmp_path: Path, forgiven: list[str], ours: Outcome, is_explained: bool
+) -> None:
     reasons = [{"tests": "t", "message": "UnsupportedError", "reason": "Experts.", "refusal": "MoE"}]
     arms = report.Arms(*(OutcomeStore(tmp_path / f"{name}.json", name) for name in ("stock", "ours")))
     arms.stock.tests, arms.ours.tests = {"a.py::t": Outcome("passed")}, {"a.py::t": ours}
-    assert (report.unexplained(arms, reasons) == []) == is_explained
+    assert (report.unexplained(arms, reasons, forgiven) == []) == is_explained
 
 
 def test_crash_costs_one_test_and_the_rest_goes_on(tmp_path: Path) -> None:
