@@ -28,6 +28,12 @@ def test_local_rank_moves_behind_the_script(script: str, moved: list[str]) -> No
     assert split_arguments([*moved, script, *more]) == (script, [*moved, *more])
 
 
+@pytest.mark.parametrize("arguments", [[], ["--local_rank=1"], ["--lr", "1"], ["missing.py"]])
+def test_what_is_no_script_is_refused(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit, match=r"fp8_ds\.run: expected"):
+        split_arguments(arguments)
+
+
 def test_the_script_runs_as_main_beside_its_modules(script: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fp8_ds.run", "--local_rank=0", script, "--lr", "1"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

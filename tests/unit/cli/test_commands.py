@@ -83,6 +83,11 @@ def test_the_version_is_that_of_each_part() -> None:
             ("fp32 states", "under torch.compile"),
         ),
         (
+            ("estimate", "llama-8b", "--config", CONFIG, "--seq", 64, *ONE_LAYER, "--memory", 0.05),
+            1,
+            ("does not fit into 0.05 GiB",),
+        ),
+        (
             ("plan", "llama-8b", "--config", CONFIG, "--world", 2, *SMALL),
             0,
             ("layers.{0..2}.mlp.down_proj (3)", "tensorwise", "bf16", "ZeRO stage 3", '"filter_fqns": ["q_proj", '),

@@ -72,6 +72,13 @@ ERRORS: dict[str, tuple[Any, str]] = {
         {"enabled": True, "linear": {"weight_scales": "float"}, "optimizer": {"states": "fp8"}},
         "fp8.linear.weight_scales:",
     ),
+    "fast sums of blocks": (on(recipe="blockwise", fast_accumulation="output"), "fp8.linear.fast_accumulation:"),
+    "a number of steps for nothing": ({"enabled": True, "schedule": {"total_steps": 9}}, "fp8.schedule.total_steps:"),
+    "a rotation of what is not rounded": (
+        {"enabled": True, "attention": {"backend": "fa3", "hadamard": True}},
+        "fp8.attention.hadamard:",
+    ),
+    "a sink without a name": ({"enabled": True, "monitor": {"every": 1, "sink": ["a", ""]}}, "fp8.monitor.sink:"),
     "a fraction above one": (
         {"enabled": True, "schedule": {"bf16_last_fraction": 10}},
         "fp8.schedule.bf16_last_fraction:",
