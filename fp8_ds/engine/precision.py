@@ -114,7 +114,7 @@ class LayerPrecision:
                 self.overrides.pop(layer, None)
             else:
                 self.overrides[layer] = precision
-        return [layer for layer in layers if layer in self._linears]
+        return layers
 
     def _same_call(self, names: Sequence[str], precision: str, between: str) -> None:
         """Check that all ranks make the same call; all raise or none. Collective."""

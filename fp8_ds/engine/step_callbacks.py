@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from deepspeed import comm as ds_comm
@@ -68,7 +68,7 @@ class StepCallbacks:
             every, sinks = (settings.every, settings.sinks) if settings.every else (GUARD_EVERY, ())
             self.monitor = health_monitor(engine, every, sinks, partial(warn, rank=engine.global_rank))
             if has_guard:
-                self.guard = make_guard(engine, self._send_to_bf16, say_problem)
+                self.guard = make_guard(engine, self._send, say_problem)
                 self.monitor.listen(self.guard)
             flush = weakref.WeakMethod(self.monitor.flush)  # an engine may live until the process ends, not destroyed
             atexit.register(lambda: None if (last := flush()) is None else last())
@@ -131,7 +131,13 @@ class StepCallbacks:
     def set_layer_precision(self, names: str | Collection[str], precision: Request) -> list[str]:
         """See `Fp8Engine.set_layer_precision`."""
         asked = [names] if isinstance(names, str) else sorted(names)  # a set has another order on each rank
-        layers = self.precision.request(asked, precision, self._between())
+        layers = self._request(asked, precision)
+        if self.guard is not None:
+            self.guard.forget(layers)
+        return [layer for layer in layers if layer in self.precision.names]
+
+    def _request(self, names: Sequence[str], precision: Request) -> list[str]:
+        layers = self.precision.request(names, precision, self._between())
         self._update_precision()
         return layers
 
@@ -182,12 +188,12 @@ class StepCallbacks:
     def _update_precision(self) -> None:
         self.precision.update(self._engine.global_steps)
 
-    def _send_to_bf16(self, names: Sequence[str]) -> None:
-        """Send layers to bf16 from the next step on, as the guard decides alike on all ranks. Collective."""
-        self.set_layer_precision(names, "bf16")
+    def _send(self, names: Sequence[str], to: Literal["bf16", "schedule"]) -> None:
+        """Send layers to bf16, or back, from the next step on, as the guard decides alike on all ranks. Collective."""
+        self._request(names, to)
         step = self._engine.global_steps
         assert self.monitor is not None
-        self.monitor.changes.extend(Change(step, name) for name in names)
+        self.monitor.changes.extend(Change(step, name, to) for name in names)
 
     def _between(self) -> str:
         """Say where this rank is between a forward and the step that follows; empty if it is not between them."""
@@ -246,7 +252,7 @@ def health_monitor(engine: Any, every: int, sinks: Sequence[str], warn: Say) -> 
     return health
 
 
-def make_guard(engine: Any, to_bf16: Callable[[Sequence[str]], object], say: Say) -> Guard:
+def make_guard(engine: Any, send: Callable[[Sequence[str], Literal["bf16", "schedule"]], object], say: Say) -> Guard:
     """Build the guard, which acts on all ranks alike once a health monitor calls it.
 
     Raises:
@@ -267,7 +273,7 @@ def make_guard(engine: Any, to_bf16: Callable[[Sequence[str]], object], say: Say
         dist.all_gather_object(everyone, mine)
         return {name: problem for each in everyone for name, problem in each.items()}
 
-    return Guard(share, to_bf16, engine.fp8.precision.names if action == "bf16" else (), say)
+    return Guard(share, send, engine.fp8.precision.names if action == "bf16" else (), say)
 
 
 def _listener(engine: Any, sink: str, group: Any) -> list[Listener]:

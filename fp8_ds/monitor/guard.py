@@ -1,9 +1,9 @@
-"""Guard: it names layers whose tensors do not fit FP8, and sends them to bf16 if the configuration says so."""
+"""Guard: it names layers whose tensors do not fit FP8, and sends them to bf16 for a while if asked to."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from fp8_ds.monitor.sinks import STEP_SKIPPED, Report
 from fp8_ds.monitor.statistics import LayerStatistics
@@ -13,6 +13,8 @@ EVERY = 100
 SATURATION = 0.01
 UNDERFLOW = 0.2
 """Shares of a tensor above which its layer does not fit FP8."""
+NUM_STEPS_IN_BF16 = 1000
+"""Steps that a layer stays in bf16 the first time; each time that it is sent again twice as many as the last."""
 _NUM_SHOWN = 4
 
 Problems = dict[str, tuple[str, bool]]
@@ -22,12 +24,13 @@ Problems = dict[str, tuple[str, bool]]
 class Guard:
     """A listener of the health monitor.
 
-    A layer is named when it passes a limit, and again only after a sample in which it did not, or was in bf16.
+    A layer is named when it passes a limit, and again only after a sample in which it did not, or was in bf16. One that
+    was sent to bf16 comes back by itself, after a stay that doubles from time to time.
 
     Args:
         share: what is wrong on each rank -> what is on any, the same on all: pipeline stages have layers of their own.
             Collective.
-        to_bf16: sends layers there, given the same names on all ranks.
+        send: sends layers to bf16, or back, given the same names on all ranks.
         changeable: layers of this rank that it may send; others are only named.
         say: called with a line for rank 0.
     """
@@ -35,26 +38,36 @@ class Guard:
     def __init__(
         self,
         share: Callable[[Problems], Problems],
-        to_bf16: Callable[[Sequence[str]], object],
+        send: Callable[[Sequence[str], Literal["bf16", "schedule"]], object],
         changeable: Collection[str],
         say: Callable[[str], None],
     ) -> None:
         self._share = share
-        self._to_bf16 = to_bf16
+        self._send = send
         self._changeable = changeable
         self._say = say
         self._named: set[str] = set()
+        self._stays: dict[str, tuple[int, int]] = {}
+        """Layer -> length of its last stay in bf16, and the step at which it ends; 0: it is over."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return builtin types, the same on all ranks: the layers that misbehaved in the last sample."""
-        return {"named": sorted(self._named)}
+        """Return builtin types, the same on all ranks: the layers that misbehaved in the last sample, and stays."""
+        return {"named": sorted(self._named), "stays": {name: list(stay) for name, stay in self._stays.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restore what `state_dict` returned; None: no layer has misbehaved."""
         self._named = set() if state is None else set(state["named"])
+        stays: Mapping[str, Any] = {} if state is None else state.get("stays", {})  # an older version's has none
+        self._stays = {name: (int(length), int(until)) for name, (length, until) in stays.items()}
+
+    def forget(self, names: Collection[str]) -> None:
+        """Leave layers, the same on all ranks, as a user has set them: they do not come back by themselves."""
+        for name in names:
+            self._stays.pop(name, None)
 
     def __call__(self, report: Report) -> None:
         """Judge a report. Collective, over all ranks. A skipped step tells nothing of layers: one NaN is in all."""
+        self._end_stays(report.step)
         if report.numbers.get(STEP_SKIPPED):
             return
         found = problems(report.layers)
@@ -67,13 +80,28 @@ class Guard:
         shown = "; ".join(f"{name}: {new[name][0]}" for name in names[:_NUM_SHOWN])
         more = f"; and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
         if sent := [name for name in names if new[name][1]]:
-            self._to_bf16(sent)
+            for name in sent:
+                length = 2 * self._stays[name][0] if name in self._stays else NUM_STEPS_IN_BF16
+                self._stays[name] = length, report.step + length
+            self._send(sent, "bf16")
             action = (
-                f'{len(sent)} compute in bf16 from the next step on; engine.set_layer_precision(name, "fp8") undoes it'
+                f"{len(sent)} compute in bf16 for {min(self._stays[name][0] for name in sent)} steps or more; "
+                'engine.set_layer_precision(name, "fp8") undoes it'
             )
         else:
             action = 'To compute them in bf16: engine.set_layer_precision, or fp8.guard.action "bf16"'
         self._say(f"fp8: guard, step {report.step}: {len(names)} layers do not fit FP8 ({shown}{more}). {action}")
+
+    def _end_stays(self, step: int) -> None:
+        """Leave layers whose stay in bf16 is over to the schedule again. Collective where there are some."""
+        over = sorted(name for name, (_, until) in self._stays.items() if 0 < until <= step)
+        if not over:
+            return
+        for name in over:
+            self._stays[name] = self._stays[name][0], 0
+        self._send(over, "schedule")
+        more = f" and {len(over) - _NUM_SHOWN} more" if len(over) > _NUM_SHOWN else ""
+        self._say(f"fp8: guard, step {step}: {', '.join(over[:_NUM_SHOWN])}{more} may be in FP8 again")
 
 
 def problems(layers: LayerStatistics) -> dict[str, str]:

@@ -166,6 +166,5 @@ class HealthMonitor:
 
 
 def _changes(saved: Mapping[str, Any]) -> list[Change]:
-    """Read a state's changes; early checkpoints have none, others also layers that came back (`guard.return_after`)."""
-    sent = (change for change in saved.get("changes", ()) if change.get("to", "bf16") == "bf16")
-    return [Change(change["step"], change["layer"]) for change in sent]
+    """Read a state's changes; checkpoints of older versions have none, or none that came back."""
+    return [Change(one["step"], one["layer"], one.get("to", "bf16")) for one in saved.get("changes", ())]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -21,15 +21,17 @@ STEP_SKIPPED = "step_skipped"
 
 @dataclass(frozen=True)
 class Change:
-    """A layer that the guard sent to bf16.
+    """A layer that the guard sent to bf16, or back.
 
     Args:
         step: optimizer steps taken before.
         layer: its name.
+        to: "schedule": it is what it would be without the guard.
     """
 
     step: int
     layer: str
+    to: Literal["bf16", "schedule"] = "bf16"
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Report:
             if value is not None:
                 yield f"fp8/{key}", float(value), self.samples
         for change in self.changes:
-            yield f"fp8/{change.layer}/sent_to_bf16", 1.0, self.samples
+            yield f"fp8/{change.layer}/sent_to_bf16", float(change.to == "bf16"), self.samples
         for name, kinds in self.layers.items():
             for kind, one in kinds.items():
                 for key in ("amax", "scale", "saturation", "underflow"):

@@ -146,7 +146,7 @@ def test_guard_and_listener_send_a_layer_bit_for_bit_as_a_call_does_until_a_call
         assert found["in_bf16"] == expected["in_bf16"] == there
         assert found["losses"] == expected["losses"]
         base.assert_same(found["states"], expected["states"])
-        assert found["changes"] == ([{"step": 7, "layer": "blocks.1.up"}] if by == "guard" else [])
+        assert found["changes"] == ([{"step": 7, "layer": "blocks.1.up", "to": "bf16"}] if by == "guard" else [])
 
 
 @FITS

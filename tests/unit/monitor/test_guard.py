@@ -19,7 +19,11 @@ def guard(
     action: str, said: list[str], sent: list[Sequence[str]], others: Problems | None = None, frozen: str = ""
 ) -> Guard:
     changeable = [name for name in ("a", "b", "c") if name != frozen and action == "bf16"]
-    return Guard(lambda mine: {**mine, **(others or {})}, sent.append, changeable, said.append)
+
+    def send(names: Sequence[str], to: str) -> None:
+        sent.append(names if to == "bf16" else [f"{name} back" for name in names])
+
+    return Guard(lambda mine: {**mine, **(others or {})}, send, changeable, said.append)
 
 
 def report(layers: LayerStatistics, step: int = 1) -> Report:
@@ -49,7 +53,7 @@ def test_a_layer_is_named_when_it_begins_to_misbehave_and_again_after_it_had_sto
     assert [f"step {step}" in line for step, line in zip((1, 2, 5), said, strict=True)] == [True] * 3
     assert "z: text" in said[0] and "a: underflow of input 0.5 above 0.2" in said[1]
     state = watch.state_dict()
-    assert state == {"named": ["a", "z"]}  # the same on all ranks
+    assert state["named"] == ["a", "z"]  # the same on all ranks
     watch.load_state_dict(state)
     watch(report(bad, 6))
     assert len(said) == 3
@@ -79,4 +83,25 @@ def test_a_step_that_was_skipped_is_not_judged_and_changes_nothing_of_what_was_n
     for step, skipped in ((2, 1.0), (3, 0.0)):
         watch(Report(step, step, bad, {STEP_SKIPPED: skipped}))
         assert sent == [["c"], ["a", "b"]][: step - 1]
-    assert watch.state_dict() == {"named": ["a", "b"]}
+    assert watch.state_dict()["named"] == ["a", "b"]
+
+
+def test_a_layer_comes_back_after_a_stay_that_doubles_also_over_a_resume_and_not_once_a_user_has_set_it() -> None:
+    sent: list[Sequence[str]] = []
+    bad, nothing = {"a": {"input": tensor(saturation=0.5)}}, {}
+    watch = guard("bf16", [], sent)
+    steps = {100: bad, 200: nothing, 1000: nothing, 1100: nothing, 1200: bad, 3100: nothing, 3200: nothing, 3300: bad}
+    for step, layers in steps.items():
+        state = watch.state_dict()
+        watch = guard("bf16", [], sent)
+        watch.load_state_dict(state)
+        watch(report(layers, step))  # type: ignore[arg-type]
+        assert (
+            sent
+            == [["a"], ["a back"], ["a"], ["a back"], ["a"]][: sum(at <= step for at in (100, 1100, 1200, 3200, 3300))]
+        )
+    watch.forget(["a", "of another stage"])
+    watch(report({}, 10_000))
+    assert len(sent) == 5
+    watch(report(bad, 10_100))  # type: ignore[arg-type]
+    assert watch.state_dict()["stays"] == {"a": [1000, 11_100]}

@@ -188,13 +188,13 @@ def test_what_the_guard_changed_is_in_the_next_report_and_in_no_other() -> None:
     again: list[Report] = []
     other.sinks.append(again.append)
     other.flush()
-    health.changes.append(Change(4, "1"))
+    health.changes.append(Change(4, "1", "schedule"))
     train(model, health, range(4, 8))
-    sent = [{"step": 2, "layer": "0"}], [{"step": 4, "layer": "1"}]
+    sent = [{"step": 2, "layer": "0", "to": "bf16"}], [{"step": 4, "layer": "1", "to": "schedule"}]
     assert [one.to_json().get("guard") for one in reports] == [None, *sent]
     assert again[0].to_json()["guard"] == sent[0]
     assert ("fp8/0/sent_to_bf16", 1.0, 16) in list(reports[1].events())
-    assert ("fp8/1/sent_to_bf16", 1.0, 24) in list(reports[2].events())
+    assert ("fp8/1/sent_to_bf16", 0.0, 24) in list(reports[2].events())
 
 
 def test_a_resumed_monitor_reports_what_waited() -> None:
