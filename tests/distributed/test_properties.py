@@ -74,7 +74,8 @@ def assert_parallel_linear(case: dict[str, Any]) -> None:
     bias = layer.bias.detach().double() if case["bias"] else 0.0
     tp = tpar.context(case["sequence_parallel"])
     make, run = tpar.RUN[case["kind"]]
-    options = {"grad_dtype": case["grad_dtype"], "backend": case["backend"]}
+    has_no_product = (case["recipe"], case["grad_dtype"]) == ("blockwise", "e5m2")
+    options = {"grad_dtype": case["grad_dtype"], "backend": "reference" if has_no_product else case["backend"]}
     found = run(make(layer, tp, case["recipe"], **options), x, grad)
     gradient = BY_NAME[case["grad_dtype"]]
     products = {
@@ -201,6 +202,8 @@ def resumes(case: dict[str, Any], folder: str) -> str:
 
     def end(engine: Any) -> tuple[list[float], dict[str, Tensor]]:
         losses = training.train(engine, 2, first_step=case["num_steps"])
+        if engine.fp8 is not None and engine.fp8.precision.in_bf16:
+            engine.set_layer_precision("", "fp8")  # FP8 bytes stay old on other ranks while nobody reads them
         found = losses, base.snapshot(engine)
         training.destroy(engine)
         return found
