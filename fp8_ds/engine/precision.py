@@ -98,6 +98,9 @@ class LayerPrecision:
 
         Args:
             between: position of this rank between a forward and the step that follows; empty if it is not there.
+
+        Returns:
+            The names of these layers, on all ranks the same: those of other pipeline stages too.
         """
         self._same_call(names, precision, between)
         if precision not in REQUESTS:

@@ -64,7 +64,7 @@ def test_a_module_only_load_takes_over_nothing_of_the_run_that_saved(folder: str
     writer = base.build(2, fp8)
     training.train(writer, 3)
     writer.set_layer_precision(["blocks.0.up"], "bf16")
-    writer._fp8_step_callbacks._send_to_bf16(["blocks.1.up"])
+    writer._fp8_step_callbacks._send(["blocks.1.up"], "bf16")
     writer.save_checkpoint(folder)
     training.destroy(writer)
     for steps in (0, 1):

@@ -43,7 +43,7 @@ def precision(**block: Any) -> LayerPrecision:
 def test_a_name_of_another_stage_is_no_part_of_a_name_of_this_one(two_stages: dict[str, Any]) -> None:
     two_stages["patterns"] = ["1.up"]
     one = precision()
-    assert one.request(["1.up"], "bf16") == []  # and not 11.up
+    assert one.request(["1.up"], "bf16") == ["1.up"]  # and not 11.up
     for other in (one, precision(layers={"1.up": "bf16"})):
         other.update(0)
         assert other.in_bf16 == frozenset()
@@ -53,7 +53,7 @@ def test_overrides_are_those_of_all_stages_in_every_checkpoint(two_stages: dict[
     """DeepSpeed's pipelines save one model file for all stages."""
     two_stages["patterns"] = ["up"]
     one = precision()
-    assert one.request(["up"], "bf16") == ["10.up", "11.up"]
+    assert one.request(["up"], "bf16") == ["1.up", "10.up", "11.up", "2.up"]
     saved = one.state_dict()
     assert saved["overrides"] == dict.fromkeys(["1.up", "10.up", "11.up", "2.up"], "bf16")
     again = precision()
