@@ -7,17 +7,19 @@ go to these alone.
 from __future__ import annotations
 
 import logging
+import sys
 from functools import cache
 
 logger = logging.getLogger("fp8_ds")
 
 
-class _ToStdout(logging.Handler):
-    """Handler that prints lines where DeepSpeed's go, and leaves them to the root logger's handlers if it has any."""
+class _ToStdout(logging.StreamHandler):  # type: ignore[type-arg]  # no generic class before Python 3.11
+    """Handler that writes lines where DeepSpeed's go, and leaves them to the root logger's handlers if it has any."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.root.handlers:
-            print(self.format(record), flush=True)
+            self.stream = sys.stdout  # that of now: it may have been replaced
+            super().emit(record)  # a stream that is closed ends no training
 
 
 def _set_up() -> None:

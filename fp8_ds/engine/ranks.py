@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -21,15 +20,16 @@ SAY_SECONDS = 60.0
 _NUM_SHOWN = 3
 
 
-def say(line: str, level: int = logging.INFO) -> None:
-    """Log a line on rank 0, for what all ranks know."""
+def say(line: str) -> None:
+    """Log a notice on rank 0, for what all ranks know."""
     if ds_comm.get_rank() == 0:
-        logger.log(level, line)
+        logger.info(line)
 
 
 def say_problem(line: str) -> None:
     """Log a warning on rank 0, for what all ranks know."""
-    say(line, logging.WARNING)
+    if ds_comm.get_rank() == 0:
+        logger.warning(line)
 
 
 def warn(line: str, rank: int) -> None:

@@ -25,7 +25,7 @@ class Guard:
     """A listener of the health monitor.
 
     A layer is named when it passes a limit, and again only after a sample in which it did not, or was in bf16. One that
-    was sent to bf16 comes back by itself, after a stay that doubles from time to time.
+    was sent to bf16 comes back by itself, after a stay twice as long as its last.
 
     Args:
         share: what is wrong on each rank -> what is on any, the same on all: pipeline stages have layers of their own.

@@ -101,12 +101,14 @@ def states(engine: Any) -> dict[str, Any]:
 @FITS
 def sent(folder: str, stage: int, more: dict[str, Any], by: str) -> dict[str, Any]:
     """14 steps with the outlier in steps 4 to 10. Before step 7 the guard, a listener of the user's or a call sends its
-    layer to bf16, and a call brings it back before step 11."""
+    layer to bf16. Before step 11 a call brings it back, or, by "stay", the guard."""
     fp8 = {
         "monitor": {"every": 2, "sink": f"{folder}/health.jsonl"},
         **more,
-        "guard": {"action": "bf16" if by == "guard" else None},
+        "guard": {"action": "bf16" if by in ("guard", "stay") else None},
     }
+    monkeypatch = pytest.MonkeyPatch()  # by itself the guard would bring it back later than the call
+    monkeypatch.setattr("fp8_ds.monitor.guard.NUM_STEPS_IN_BF16", 4 if by == "stay" else 6)
     one = training.build(training.ds_config(stage, fp8), base.MODEL)
     reports = training.reports_of(one)
 
@@ -125,28 +127,34 @@ def sent(folder: str, stage: int, more: dict[str, Any], by: str) -> dict[str, An
             hook.remove()
         if step == 7 and by == "call":
             one.set_layer_precision(["blocks.1.up"], "bf16")
-        if step == 11:
+        if step == 11 and by != "stay":
             one.set_layer_precision(["blocks.1.up"], "schedule")
         in_bf16.append(sorted(one.fp8.precision.in_bf16))
         losses += training.train(one, 1, step)
-    result = {"losses": losses, "in_bf16": in_bf16, "states": states(one)}
+    guard = one._fp8_step_callbacks.guard
+    stays = None if guard is None else guard.state_dict()["stays"]
+    result = {"losses": losses, "in_bf16": in_bf16, "states": states(one), "stays": stays}
     training.destroy(one)  # the last report
+    monkeypatch.undo()
     result["changes"] = [change for report in reports for change in report.get("guard", ())]
     return result
 
 
-@pytest.mark.parametrize(("stage", "more"), [(1, {"optimizer": {"states": "fp8"}}), (3, {})])
-def test_guard_and_listener_send_a_layer_bit_for_bit_as_a_call_does_until_a_call_brings_it_back(
-    ranks: Any, tmp_path: Path, stage: int, more: dict[str, Any]
+@pytest.mark.parametrize(
+    ("stage", "more", "by"), [(1, {"optimizer": {"states": "fp8"}}, "stay"), (2, {}, "guard"), (3, {}, "listener")]
+)
+def test_guard_and_listener_send_a_layer_and_back_bit_for_bit_as_calls_do(
+    ranks: Any, tmp_path: Path, stage: int, more: dict[str, Any], by: str
 ) -> None:
     by_call = ranks(2).run(sent, str(tmp_path), stage, more, "call")
-    by = "guard" if stage == 1 else "listener"
     for found, expected in zip(ranks(2).run(sent, str(tmp_path), stage, more, by), by_call, strict=True):
         there = [["blocks.1.up"] if 7 <= step < 11 else [] for step in range(14)]
         assert found["in_bf16"] == expected["in_bf16"] == there
         assert found["losses"] == expected["losses"]
         base.assert_same(found["states"], expected["states"])
-        assert found["changes"] == ([{"step": 7, "layer": "blocks.1.up", "to": "bf16"}] if by == "guard" else [])
+        steps = {"listener": {}, "guard": {7: "bf16"}, "stay": {7: "bf16", 11: "schedule"}}[by]
+        assert found["changes"] == [{"step": step, "layer": "blocks.1.up", "to": to} for step, to in steps.items()]
+        assert found["stays"] == {"listener": None, "guard": {}, "stay": {"blocks.1.up": [4, 0]}}[by]
 
 
 @FITS

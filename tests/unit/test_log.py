@@ -27,3 +27,9 @@ def test_notices_are_shown_once_unless_the_user_wants_otherwise(
     for printed, expected in ((done.stdout, stdout), (done.stderr, stderr)):
         lines = printed.splitlines()
         assert len(lines) == len(expected) and all(map(str.endswith, lines, expected)), printed
+
+
+def test_a_stream_that_is_closed_ends_nothing() -> None:
+    code = f"import logging, sys, fp8_ds.log; sys.stdout.close(); {LINES}; print('goes on', file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.stderr.splitlines()[-1] == "goes on"
