@@ -191,6 +191,15 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else _WIDTH)
 
 
+def own_device() -> Any:
+    """Return the torch.device that a run on this machine would train on."""
+    import torch
+
+    from fp8_ds.host import uses_cuda
+
+    return torch.device("cuda" if uses_cuda() else "cpu")
+
+
 def num_parameters(number: int) -> str:
     """Return a text such as `8.03 B parameters` or `12.4 M parameters`; in full below 0.1 M."""
     for unit, size in (("B", 1e9), ("M", 1e6)):

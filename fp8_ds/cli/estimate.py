@@ -15,6 +15,7 @@ from fp8_ds.cli.common import (
     console,
     failures,
     num_parameters,
+    own_device,
     read_parsed_config,
 )
 
@@ -53,6 +54,7 @@ def estimate(
     """
     with failures(as_json):
         from fp8_ds.attention.huggingface import refuse_attention_of
+        from fp8_ds.engine.presets import facts_of
         from fp8_ds.tools.estimate import footprint
         from fp8_ds.tools.estimate.model_spec import read_spec, sequence_length
 
@@ -60,7 +62,8 @@ def estimate(
         with argument("MODEL"):
             spec = read_spec(model, settings or ())
         module = spec.build()
-        run = footprint.read_run(given, world, micro_batch, sequence_length(module, seq), checkpointing)
+        facts = facts_of(given, module, own_device())
+        run = footprint.read_run(given, world, micro_batch, sequence_length(module, seq), checkpointing, facts)
         if run.fp8 is not None:
             refuse_attention_of(module, run.fp8.attention)
         found = footprint.estimate(spec, run)

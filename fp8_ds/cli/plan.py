@@ -20,6 +20,7 @@ from fp8_ds.cli.common import (
     console,
     failures,
     num_parameters,
+    own_device,
     read_parsed_config,
 )
 
@@ -59,17 +60,18 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int | None, setti
     from fp8_ds.attention.huggingface import refuse_attention_of
     from fp8_ds.config import Fp8Config
     from fp8_ds.config.ds_config import block_of, number, zero_stage
+    from fp8_ds.config.presets import is_written
     from fp8_ds.engine.compat.config import refuse_settings, total_steps
+    from fp8_ds.engine.presets import facts_of, resolved
     from fp8_ds.errors import ConfigError, UnsupportedError
     from fp8_ds.nn.moe.products import MAX_IN_A_LOOP
     from fp8_ds.nn.plan.flops import MIN_NUMEL, attention_flops, products
     from fp8_ds.nn.plan.plan import make_plan
     from fp8_ds.tools.estimate.model_spec import read_spec, sequence_length
 
-    fp8 = Fp8Config.from_block(config.get("fp8", {"enabled": False}))
-    if not fp8.enabled:
+    block = config.get("fp8", {"enabled": False})
+    if not Fp8Config.from_block(block).enabled:
         raise ConfigError('fp8.enabled: expected true, got false or no "fp8" block. Nothing would be in FP8.')
-    refuse_settings(fp8, config)
     if (autotp := number(block_of(config, "tensor_parallel").get("autotp_size"), 1)) > 1:
         raise UnsupportedError(
             f"tensor_parallel.autotp_size: expected 1 or none, got {autotp}. DeepSpeed shards layers when a run "
@@ -78,10 +80,13 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int | None, setti
     stage = zero_stage(config)
     with argument("MODEL"):
         module = read_spec(model, settings).build()
+    fp8 = Fp8Config.from_block(block, facts_of(config, module, own_device()))
+    refuse_settings(fp8, config)
     refuse_attention_of(module, fp8.attention)
     seq = sequence_length(module, seq)
     layers = make_plan(module, fp8.linear, may_be_empty=True)
-    found = _scheduled(products(module, layers), fp8.schedule, total_steps(config))
+    may_miss = not is_written(block, "schedule", "layers")
+    found = _scheduled(products(module, layers), fp8.schedule, total_steps(config), may_miss)
     small = [row.fqn for row in found if row.in_fp8 and len(row.shape) == 2 and math.prod(row.shape) < MIN_NUMEL]
     larger = tuple(replace(row, converted=row.converted and row.fqn not in small) for row in layers.layers)
     attention = attention_flops(module, seq)
@@ -97,6 +102,7 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int | None, setti
     return {
         "model": model,
         "parameters": numel,
+        "block": resolved(fp8),
         "recipe": fp8.linear.recipe,
         "stage": stage,
         "world": world,
@@ -118,7 +124,7 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int | None, setti
     }
 
 
-def _scheduled(found: Sequence[Product], config: ScheduleConfig, total_steps: object) -> list[Product]:
+def _scheduled(found: Sequence[Product], config: ScheduleConfig, total_steps: object, may_miss: bool) -> list[Product]:
     """Return the products, with those in bf16 that the "schedule" block puts there in every step.
 
     Raises:
@@ -126,7 +132,8 @@ def _scheduled(found: Sequence[Product], config: ScheduleConfig, total_steps: ob
     """
     from fp8_ds.config.schedule import PrecisionSchedule
 
-    schedule = PrecisionSchedule.of(config, [product.fqn for product in found if product.in_fp8], total_steps)
+    names = [product.fqn for product in found if product.in_fp8]
+    schedule = PrecisionSchedule.of(config, names, total_steps, may_miss)
     usual = "bf16" if schedule.is_never_fp8 else "fp8"
     return [
         replace(product, in_fp8=False, reason=_SCHEDULED)
@@ -143,6 +150,7 @@ def _print(found: dict[str, Any]) -> None:
     from fp8_ds.nn.plan.flops import MIN_NUMEL
 
     out = console()
+    out.print(f'"fp8": {json.dumps(found["block"])}', markup=False, soft_wrap=True)
     table = Table("layer", "class", "shape", "computed in", "why")
     for fqns, product in _runs(found["layers"]):
         where = found["recipe"] if product.in_fp8 else "bf16"

@@ -9,12 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError, PydanticKnownError
 from typing_extensions import Self
 
 from fp8_ds.config.ds_config import zero_stage
 from fp8_ds.config.explain import Key, as_json, explain
+from fp8_ds.config.presets import Facts, Preset, filled_in
 from fp8_ds.errors import ConfigError
 
 
@@ -194,13 +203,6 @@ class ScheduleConfig(_Block):
     total_steps: Annotated[int, Field(ge=1)] | None = None
     layers: dict[Annotated[str, Field(min_length=1)], Literal["bf16", "fp8"]] = Field(default_factory=dict)
 
-    def check(self) -> None:
-        if self.total_steps is not None and self.bf16_last_fraction == 0:
-            raise ConfigError(
-                f"fp8.schedule.total_steps: expected null with bf16_last_fraction 0, got {self.total_steps}. Remove "
-                "the key, or write the fraction."
-            )
-
 
 class MonitorConfig(_Block):
     every: Annotated[int, Field(ge=0)] = 0
@@ -241,6 +243,7 @@ class AttentionConfig(_Block):
 
 class Fp8Config(_Block):
     enabled: bool
+    preset: Preset | None = "auto"
     linear: LinearConfig = Field(default_factory=LinearConfig)
     zero: ZeroConfig = Field(default_factory=ZeroConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
@@ -251,6 +254,14 @@ class Fp8Config(_Block):
     guard: GuardConfig = Field(default_factory=GuardConfig)
     monitor: MonitorConfig = Field(default_factory=MonitorConfig)
     without_deepspeed_fixes: Annotated[tuple[str, ...], BeforeValidator(_tuple_of_list)] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, block: Any, info: ValidationInfo) -> Any:
+        """Write the preset's values at the keys that the block leaves out, by the facts in pydantic's context."""
+        if not isinstance(block, dict):
+            return block
+        return filled_in(block, info.context if isinstance(info.context, Facts) else Facts())
 
     def check(self) -> None:
         if self.optimizer.states == "fp8" and self.linear.weight_scales == "float":
@@ -269,11 +280,12 @@ class Fp8Config(_Block):
         return name not in self.without_deepspeed_fixes
 
     @classmethod
-    def from_block(cls, block: Any) -> Fp8Config:
-        """Check the block and build the configuration.
+    def from_block(cls, block: Any, facts: Facts | None = None) -> Fp8Config:
+        """Check the block and build the configuration, with the values of its preset where it says nothing.
 
         Args:
             block: value of the "fp8" key, as `json.load` returns it.
+            facts: facts of the run; None: nothing is known of it.
 
         Raises:
             ConfigError: a key is wrong; the message names every such key, its value and the remedy.
@@ -282,7 +294,7 @@ class Fp8Config(_Block):
             said = f"fp8: expected an object, got {as_json(block)}"
             raise ConfigError(f'{said}. Write "fp8": {{"enabled": true}}, or leave the block out.')
         try:
-            return cls.model_validate(block)
+            return cls.model_validate(block, context=facts)
         except ValidationError as error:
             known = cls.keys()
             lines = [explain(details, known) for details in error.errors(include_url=False)]

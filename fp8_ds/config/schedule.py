@@ -30,7 +30,9 @@ class PrecisionSchedule:
     fixed: Mapping[str, Precision]
 
     @classmethod
-    def of(cls, config: ScheduleConfig, names: Collection[str], total_steps: object) -> PrecisionSchedule:
+    def of(
+        cls, config: ScheduleConfig, names: Collection[str], total_steps: object, may_miss: bool = False
+    ) -> PrecisionSchedule:
         """Make the schedule of a model.
 
         Args:
@@ -38,6 +40,7 @@ class PrecisionSchedule:
             names: names of the layers in FP8.
             total_steps: number that DeepSpeed's learning-rate scheduler knows; the block's own comes first. With
                 "auto", the start of the last fraction is left open.
+            may_miss: whether "layers" may name layers that are not in FP8, as those of a preset may.
 
         Raises:
             ConfigError: there is a fraction of an unknown number of steps, or an entry of "layers" names no layer.
@@ -46,11 +49,13 @@ class PrecisionSchedule:
         total = config.total_steps or total_steps
         last = None
         if config.bf16_last_fraction and isinstance(total, int):
-            # rounded up; 0.7 is 7/10, not the float
-            last = math.ceil(total * (1 - Fraction(repr(config.bf16_last_fraction))))
+            # rounded up, but one step at least is in the fraction; 0.7 is 7/10, not the float
+            last = min(math.ceil(total * (1 - Fraction(repr(config.bf16_last_fraction)))), total - 1)
         fixed: dict[str, Precision] = {}
         for pattern in sorted(config.layers, key=len):  # what names a layer more closely comes later
             found = matching(pattern, names)
+            if not found and may_miss:
+                continue
             if not found:
                 raise ConfigError(
                     f"fp8.schedule.layers: expected names, or parts of names, of layers in FP8, got {pattern!r}. "

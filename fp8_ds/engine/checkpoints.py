@@ -33,6 +33,7 @@ from fp8_ds.checkpoint.state import (
 from fp8_ds.engine.checking import Load, checked
 from fp8_ds.engine.compat.model import refuse_one_ranks_part
 from fp8_ds.engine.deepspeed_fixes import correct_tp_degree
+from fp8_ds.engine.presets import go_on_as_trained
 from fp8_ds.engine.ranks import say, tell_all
 from fp8_ds.engine.saving import save_whole
 from fp8_ds.engine.step_callbacks import StepCallbacks
@@ -101,7 +102,10 @@ class Fp8Checkpoints:
 
         writes = self.save_non_zero_checkpoint or isinstance(self, PipelineEngine)
         with self.optimizer.fp8_export(writes) if self.fp8 is not None else nullcontext():
-            return save_whole(self, save_dir, tag, save_latest, write)
+            saved = save_whole(self, save_dir, tag, save_latest, write)
+        if self._fp8_step_callbacks is not None:
+            self._fp8_step_callbacks.note_save()
+        return saved
 
     def _common_checkpoint_state(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return DeepSpeed's entries of a model file, with the number of tensor-parallel ranks."""
@@ -127,6 +131,8 @@ class Fp8Checkpoints:
         if self.fp8 is None:
             return super().save_16bit_model(save_dir, save_filename, *args, **kwargs)  # type: ignore[misc]
         refuse_one_ranks_part(self.module, self.autotp_size(), "save_16bit_model")
+        if self._fp8_step_callbacks is not None:
+            self._fp8_step_callbacks.note_save()
         with self.optimizer.fp8_export(ds_comm.get_rank() == 0), as_file_errors(Path(save_dir, save_filename)):
             return super().save_16bit_model(save_dir, save_filename, *args, **kwargs)  # type: ignore[misc]
 
@@ -185,6 +191,8 @@ class Fp8Checkpoints:
                     scales.update(split_master_scales(state))  # masters are stored with those they were saved with
             if client_state is not None:
                 of_a_stage = isinstance(self, PipelineEngine) and self.load_universal_checkpoint()
+                if not load_module_only:
+                    go_on_as_trained(self, state)
                 restore_state(context, state, say, load_module_only, of_a_stage)
                 if self.fp8 is not None:
                     self._fp8_go_on(state or {}, load_optimizer_states, load_module_only)

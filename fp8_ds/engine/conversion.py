@@ -16,6 +16,7 @@ from fp8_ds.config import Fp8Config, LinearConfig
 from fp8_ds.config.ds_config import linear_in_training
 from fp8_ds.engine.compat.model import AUTOTP_PIPELINE, AUTOTP_STAGE_3, capabilities, refuse_device
 from fp8_ds.engine.liger_loss import prepare_liger_loss
+from fp8_ds.engine.presets import config_of_engine, describe
 from fp8_ds.engine.ranks import say
 from fp8_ds.errors import ConfigError
 from fp8_ds.nn.fused.search import fuse_producers
@@ -52,7 +53,7 @@ def convert(engine: Any) -> Fp8Context | None:
         ConfigError: nothing can be converted, or a key of the block has nothing to take effect on.
         UnsupportedError: FP8 does not support this device or this model.
     """
-    config = Fp8Config.from_block(engine._config._param_dict["fp8"])
+    config = config_of_engine(engine)
     if engine.client_optimizer is None and not engine.optimizer_name():
         is_anothers = any(hasattr(p, "_fp8") for p in engine.module.parameters())
         stays = "it computes with the FP8 weights that another engine has made" if is_anothers else "it stays bf16"
@@ -71,6 +72,8 @@ def convert(engine: Any) -> Fp8Context | None:
     history = apply_plan(module, plan, config.linear, device, foreign) if plan.num_converted else None
     weights = {row.weight_name: module.get_parameter(row.weight_name) for row in plan.layers if row.converted}
     check_overflow = bool(getattr(engine._config.bfloat16_config, "check_grad_overflow", True))
+    if config.preset is not None:
+        say(describe(config))
     say(plan.describe())
     if is_autotp:
         say(set_gathers(module, config.tensor_parallel))

@@ -37,20 +37,24 @@ def initialize(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         return original(*args, **kwargs)
     arguments = inspect.signature(original).bind_partial(*args, **kwargs).arguments
     mine: Start | Fp8DsError | None = None
+    fp8: Fp8Config | None = None
     if config.get("fp8") is not None:
         try:
-            mine = _accept(config, arguments)
+            fp8 = _read_block(config, arguments)
+            mine = None if fp8 is None else _accept(fp8, config, arguments)
         except Fp8DsError as refusal:
             mine = refusal
     if mine is None:
         _leave_to_deepspeed(config, arguments)
         return original(*args, **kwargs)
     from fp8_ds.engine.compat.model import refuse_autotp_size
+    from fp8_ds.engine.presets import starting
     from fp8_ds.engine.rank_agreement import start_alike
 
     start_alike(mine, arguments)
     refuse_autotp_size(config, arguments.get("mpu"))  # now ranks are counted, and have the same configuration
-    with _our_engines():
+    assert fp8 is not None  # or `start_alike` has raised
+    with starting(fp8), _our_engines():
         return original(*args, **kwargs)
 
 
@@ -104,11 +108,25 @@ def refuse_misplaced_block(config: Mapping[str, Any]) -> None:
         raise ConfigError(f'fp8: expected "fp8" at the top level of the configuration, got {found[0]}. Move it there.')
 
 
-def _accept(config: dict[str, Any], arguments: Mapping[str, Any]) -> Start | None:
-    """Return this rank's start; None if FP8 is off. Raises an Fp8DsError of this rank alone, as `initialize` does."""
-    fp8 = Fp8Config.from_block(config["fp8"])
-    if not fp8.enabled:
-        return None
+def _read_block(config: dict[str, Any], arguments: Mapping[str, Any]) -> Fp8Config | None:
+    """Return the block with the values of its preset; None if FP8 is off. Raises an Fp8DsError as `initialize` does."""
+    block = config["fp8"]
+    if not isinstance(block, dict) or block.get("enabled") is not True:  # refused, or off: nothing to look at
+        fp8 = Fp8Config.from_block(block)
+        return fp8 if fp8.enabled else None
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    from fp8_ds.engine.presets import facts_of
+
+    model = arguments.get("model")
+    device = torch.device(get_accelerator().device_name())
+    known = model if isinstance(model, torch.nn.Module) else None
+    return Fp8Config.from_block(block, facts_of(config, known, device, arguments.get("lr_scheduler")))
+
+
+def _accept(fp8: Fp8Config, config: dict[str, Any], arguments: Mapping[str, Any]) -> Start:
+    """Return this rank's start. Raises an Fp8DsError of this rank alone, as `initialize` does."""
     import torch
     from deepspeed.accelerator import get_accelerator
 

@@ -30,6 +30,7 @@ class LayerPrecision:
         config: the "schedule" block.
         total_steps: number of steps that the learning-rate scheduler knows.
         say: called with a line for rank 0.
+        may_miss: whether "layers" may name layers that are not in FP8, as those of a preset may.
 
     Attributes:
         in_bf16: layers that compute in bf16 now.
@@ -47,6 +48,7 @@ class LayerPrecision:
         config: ScheduleConfig,
         total_steps: int | None,
         say: Callable[[str], None],
+        may_miss: bool = False,
     ) -> None:
         converted = fp8_layers(model)
         self._parallel = next((fqn for fqn, m in converted.items() if m.is_parallel), "")
@@ -57,7 +59,9 @@ class LayerPrecision:
         self._stand_ins: dict[str, Bf16Recipe] = {}
         self._set_bf16 = set_bf16
         self._say = say
-        self.schedule = PrecisionSchedule.of(self._of_this_rank(config), self._linears, total_steps)
+        self._saved_last: int | None = None
+        self._may_miss = may_miss
+        self.schedule = PrecisionSchedule.of(self._of_this_rank(config), self._linears, total_steps, may_miss)
         self.overrides: dict[str, Precision] = {}
         self.in_bf16: frozenset[str] = frozenset()
         self.ended_in_bf16: frozenset[str] = frozenset()
@@ -66,6 +70,21 @@ class LayerPrecision:
     def names(self) -> tuple[str, ...]:
         """Names of the layers that can change: those in FP8 by the plan, frozen ones excepted."""
         return tuple(self._linears)
+
+    def change(self, config: ScheduleConfig, change_recipes: Callable[[], None]) -> None:
+        """Follow another "schedule" block, and take over recipes that `change_recipes` gives the layers. Collective.
+
+        `update` applies it. Layers that are tensor-parallel follow none.
+        """
+        for fqn in self.in_bf16:
+            self._linears[fqn].fp8_recipe = self._recipes[fqn]
+        change_recipes()
+        self._recipes = {fqn: m.fp8_recipe for fqn, m in self._linears.items()}
+        self._stand_ins = {fqn: Bf16Recipe(self._recipes[fqn]) for fqn in self.in_bf16}
+        for fqn in self.in_bf16:
+            self._linears[fqn].fp8_recipe = self._stand_ins[fqn]
+        if not any(tell_all(self._parallel)):
+            self.schedule = PrecisionSchedule.of(self._of_this_rank(config), self._linears, None, self._may_miss)
 
     def update(self, step: int) -> None:
         """Set the precision of layers for step `step`, from 0, the same on all ranks. Collective where one changes."""
@@ -154,8 +173,9 @@ class LayerPrecision:
         return config.model_copy(update={"layers": layers})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return builtin types: overrides, the same on all ranks, and this rank's layers in bf16, for a reader."""
-        return {"overrides": dict(self.overrides), "in_bf16": sorted(self.in_bf16)}
+        """Return builtin types: overrides, the same on all ranks; the step from which on the run ends in bf16; and this
+        rank's layers in bf16, for a reader."""
+        return {"overrides": dict(self.overrides), "last": self.schedule.last, "in_bf16": sorted(self.in_bf16)}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Take over overrides of a checkpoint, also those of other stages' layers; `update` applies them.
@@ -163,5 +183,15 @@ class LayerPrecision:
         Layers that an older version's guard had sent to bf16 for a number of steps (`guard.return_after`) stay there.
         """
         self.overrides = {} if state is None else dict(state["overrides"])
+        self._saved_last = None if state is None else state.get("last")  # an older version's has none
         stays = {} if state is None else state.get("stays", {})  # (length, until, is_over) by layer
         self.overrides |= {name: "bf16" for name, (_, _, is_over) in stays.items() if not is_over}
+
+    def tell_of_resume(self, step: int) -> None:
+        """Say so if the checkpoint, of step `step`, was in the bf16 steps that ended its run, and this run is not."""
+        if self._saved_last is not None and self._saved_last <= step and self.schedule.reason(step) is None:
+            until = "to the end" if self.schedule.last is None else f"until step {self.schedule.last}"
+            self._say(
+                f"fp8: the checkpoint is of the bf16 steps that ended its run, from step {self._saved_last} on; this "
+                f"run goes back to FP8, {until}"
+            )

@@ -15,8 +15,11 @@ import torch.distributed as dist
 from deepspeed import comm as ds_comm
 from torch import Tensor
 
+from fp8_ds.config.presets import is_written
+from fp8_ds.engine.bf16_memory import Bf16Memory
 from fp8_ds.engine.compat.config import total_steps
 from fp8_ds.engine.precision import LayerPrecision, Request
+from fp8_ds.engine.presets import ends_of, with_schedule
 from fp8_ds.engine.ranks import say, say_problem, warn
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.monitor.guard import EVERY as GUARD_EVERY
@@ -56,9 +59,12 @@ class StepCallbacks:
         self._first_micro_step: int = engine.micro_steps
         schedule, total = engine.fp8.config.schedule, total_steps(engine._config._param_dict)
         num_steps = total if isinstance(total, int) else None
+        may_miss = not is_written(engine._config._param_dict["fp8"], "schedule", "layers")
         self.precision = engine.fp8.precision = LayerPrecision(
-            engine.module, engine.optimizer.fp8_set_bf16, schedule, num_steps, say
+            engine.module, engine.optimizer.fp8_set_bf16, schedule, num_steps, say, may_miss
         )
+        self._last_save: int | None = None
+        self._memory = Bf16Memory.of(engine)
         self._update_precision()
         _check_scales(engine)
         self.monitor: HealthMonitor | None = None
@@ -70,9 +76,9 @@ class StepCallbacks:
             if has_guard:
                 self.guard = make_guard(engine, self._send, say_problem)
                 self.monitor.listen(self.guard)
-            flush = weakref.WeakMethod(self.monitor.flush)  # an engine may live until the process ends, not destroyed
-            atexit.register(lambda: None if (last := flush()) is None else last())
             self.monitor.start(engine.global_steps)
+        close = weakref.WeakMethod(self.close)  # an engine may live until the process ends, not destroyed
+        atexit.register(lambda: None if (last := close()) is None else last())
 
     def before_forward(self, is_training: bool) -> None:
         """Keep amaxes of an evaluation that is not under `no_grad` apart from those of the step, with delayed scales.
@@ -110,12 +116,30 @@ class StepCallbacks:
         self._is_running = True
         self.precision.ended_in_bf16 = self.precision.in_bf16
         try:
+            if self._memory is not None and self._memory.after_step() is False:
+                self._leave_out_last_steps()
             if not self.precision.schedule.is_constant:
                 self._update_precision()
             if self.monitor is not None:  # last: what it samples is the next step's, with layers as they are in it
                 self.monitor.after_step(self._engine.global_steps, self._engine.global_samples)
         finally:
             self._is_running = False
+
+    def _leave_out_last_steps(self) -> None:
+        """Keep the first and last layer in bf16 from now on, and no steps at the end, which do not fit into memory."""
+        context, ends = self._engine.fp8, dict.fromkeys(ends_of(self._engine.module), "bf16")
+        context.config = with_schedule(context.config, layers=ends, bf16_last_fraction=0.0, total_steps=None)
+        self.precision.change(context.config.schedule, lambda: None)
+        self._update_precision()
+        say_problem(
+            "fp8: the last steps of this run stay in FP8, for in bf16 they might not fit into a GPU's memory. The "
+            "first and last layer compute in bf16 from here on instead. To have the last steps in bf16 all the same, "
+            'write "schedule": {"bf16_last_fraction": 0.03}; a smaller micro-batch makes room'
+        )
+
+    def note_save(self) -> None:
+        """Remember that weights of this step have been saved."""
+        self._last_save = self._engine.global_steps
 
     def _tell_of_skipped(self) -> None:
         """Log one line for each run of skipped steps. The host may know of them a step late."""
@@ -150,6 +174,7 @@ class StepCallbacks:
         self.has_graph = False
         self._amaxes_before_evaluation = None
         self._first_micro_step = self._engine.micro_steps
+        self.precision.tell_of_resume(self._engine.global_steps)
         self._update_precision()
         if self.monitor is not None:
             self.monitor.load_state_dict(None if state is None else state["monitor"], self._engine.global_steps)
@@ -181,9 +206,17 @@ class StepCallbacks:
         return {"monitor": self.monitor.state_dict(), "guard": guard}
 
     def close(self) -> None:
-        """Write the last report."""
+        """Write the last report, and say so if what was saved last is of a run that ends before its bf16 steps."""
         if self.monitor is not None:
             self.monitor.flush()
+        last, step = self.precision.schedule.last, self._engine.global_steps
+        if last is not None and self._last_save is not None and step < last:
+            say(
+                f"fp8: this run ends at step {step}, before the bf16 steps that it was to end with (from step {last} "
+                f"on): what was saved at step {self._last_save} has a loss that these would lower by some 0.1 %. To "
+                'have them, resume with the number of steps that you want in "schedule": {"total_steps": ...}'
+            )
+        self._last_save = None
 
     def _update_precision(self) -> None:
         self.precision.update(self._engine.global_steps)

@@ -39,7 +39,11 @@ def steps(cpu_environment: dict[str, str]) -> dict[tuple[int, str], Any]:
     }
     command = [sys.executable, str(SCRIPT), "512", str(RANK)]
     for (stage, _), fp8 in CASES.items():
-        command.append(json.dumps({**common, "zero_optimization": {"stage": stage}, "fp8": {"enabled": True, **fp8}}))
+        command.append(
+            json.dumps(
+                {**common, "zero_optimization": {"stage": stage}, "fp8": {"enabled": True, "preset": None, **fp8}}
+            )
+        )
     done = subprocess.run(command, stdout=-1, stderr=-2, text=True, env=cpu_environment, timeout=HANG, check=False)
     assert done.returncode == 0, done.stdout[-4000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("STEP")]

@@ -49,7 +49,9 @@ def assert_same(expected: Tensor, got: Tensor) -> None:
 
 def _where_finite(x: Tensor, is_nan: Tensor, zero: Tensor) -> Tensor:
     # Through bytes: not all of torch's FP8 dtypes have `where`.
-    as_bytes = x.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).reshape(*x.shape, x.element_size())
+    as_bytes = (
+        x.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).reshape(*x.shape, x.element_size())
+    )
     return torch.where(is_nan[..., None], zero, as_bytes).reshape(-1).view(x.dtype).reshape(x.shape)
 
 

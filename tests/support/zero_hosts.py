@@ -262,7 +262,7 @@ def zero_optimizer(
         frozen: weights that do not train, by name.
         block: the "fp8" block.
     """
-    config = Fp8Config.from_block({"enabled": True, **block})
+    config = Fp8Config.from_block({"enabled": True, "preset": None, **block})
     with_states = config.optimizer.states == "fp8"
     kinds: dict[bool, tuple[type, type]] = {False: (Zero12, Zero3), True: (States12, States3)}
     return kinds[with_states][stage == 3](values_of(shapes), config, frozen or {})

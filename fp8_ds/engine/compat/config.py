@@ -348,7 +348,7 @@ def refuse_settings(fp8: Fp8Config, config: Config) -> None:
         ConfigError: a key has nothing to take effect on.
         UnsupportedError: FP8 ZeRO does not support the configuration.
     """
-    refuse_config(config)
+    refuse_config({**config, "fp8": fp8.model_dump(mode="json")})
     fp8.validate_with(config)
     check_total(fp8.schedule, total_steps(config))
     refuse_release(fp8, config)

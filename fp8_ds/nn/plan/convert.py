@@ -76,6 +76,30 @@ def apply_plan(
     return history
 
 
+def change_recipes(model: nn.Module, linear_config: LinearConfig, history: AmaxHistory | None) -> None:
+    """Give the FP8 layers of a model that `apply_plan` has converted recipes anew, before their next forward.
+
+    Args:
+        linear_config: with a recipe that has one scale for a weight, as the present one.
+        history: returned by `apply_plan`. The recipe "tensorwise" leaves it as it is.
+    """
+    input_cache = InputCache()
+    if history is not None:
+        history.fp8_max[1::2] = BY_NAME[linear_config.grad_dtype].max
+    for layer in fp8_layers(model).values():
+        old = layer.fp8_recipe
+        new: Recipe
+        if linear_config.recipe == "delayed":
+            assert isinstance(old, DelayedRecipe) and history is not None and old.slot_x.origin and old.slot_grad.origin
+            slots = old.slot_x.origin[1], old.slot_grad.origin[1]
+            new = DelayedRecipe(linear_config, history, *slots, input_cache)
+        else:
+            new = RECIPES[linear_config.recipe](linear_config, input_cache)
+        new.weight_is_transposed = old.weight_is_transposed
+        layer.fp8_recipe = new
+    _set_leaders(model)
+
+
 def _converter(modules: Mapping[str, Any], layer: LayerPlan, foreign: ForeignLinears) -> Callable[[Recipe], object]:
     """Return the function that puts `layer` into FP8, given its recipe."""
     owner, _, name = layer.weight_name.rpartition(".")

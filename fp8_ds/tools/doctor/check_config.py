@@ -57,6 +57,7 @@ def check_config(
         OSError: the script cannot be read.
     """
     from fp8_ds.engine.initialize import other_blocks, refuse_misplaced_block
+    from fp8_ds.engine.presets import facts_of
 
     if missing := [check for check in found if check.status == "missing" and check.name in _NEEDED]:
         reasons = tuple(f"{check.name}: {check.found}." for check in missing)
@@ -66,7 +67,7 @@ def check_config(
         if config.get("fp8") is None:
             reason = 'The configuration has no "fp8" block: it trains in bf16.'
             return Verdict("no", (*other_blocks(config), reason), ('Add "fp8": {"enabled": true}.',))
-        fp8 = Fp8Config.from_block(config["fp8"])
+        fp8 = Fp8Config.from_block(config["fp8"], facts_of(config))
     except Fp8DsError as error:
         return Verdict("no", (f"It is refused at start: {error}",))
     if not fp8.enabled:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fp8_ds.config import Fp8Config, OptimizerConfig
 from fp8_ds.config.ds_config import BATCH_SIZES, FP32_NAMES, block_of, gradient_clipping, number, parsed, zero_stage
+from fp8_ds.config.presets import Facts, is_written
 from fp8_ds.config.schedule import PrecisionSchedule
 from fp8_ds.engine.compat.config import refusals_of, refuse_settings, total_steps
 from fp8_ds.engine.leaf_modules import LIVE_NAMES, live_weights
@@ -45,6 +46,7 @@ class Run:
         zero: DeepSpeed's model of its "zero_optimization" block.
         names_live: whether the configuration names stage 3's bound on live weights, which stays as it is then.
         total_steps: steps that the learning-rate scheduler knows.
+        may_miss: whether the schedule may name layers that are not in FP8, as that of a preset may.
     """
 
     fp8: Fp8Config | None
@@ -56,6 +58,7 @@ class Run:
     zero: Any
     names_live: bool
     total_steps: int | None
+    may_miss: bool = False
 
     @property
     def holds_head(self) -> bool:
@@ -64,7 +67,12 @@ class Run:
 
 
 def read_run(
-    config: Mapping[str, Any], world_size: int, micro_batch: int | None, seq_len: int, checkpointing: bool = False
+    config: Mapping[str, Any],
+    world_size: int,
+    micro_batch: int | None,
+    seq_len: int,
+    checkpointing: bool = False,
+    facts: Facts | None = None,
 ) -> Run:
     """Read the settings that decide memory from a DeepSpeed configuration.
 
@@ -72,13 +80,14 @@ def read_run(
         config: as `json.load` returns it.
         world_size: ranks of the run, all of which are data-parallel: TP-sharded models are refused.
         micro_batch: instead of the configuration's; needed where it has none, or "auto".
+        facts: facts of the run that a preset chooses by; None: nothing is known.
 
     Raises:
         ConfigError: the "fp8" block is wrong, DeepSpeed refuses the configuration, or there is no micro-batch.
         UnsupportedError: the configuration is refused with FP8, or has what is not estimated.
     """
     block = config.get("fp8")
-    fp8 = None if block is None else Fp8Config.from_block(block)
+    fp8 = None if block is None else Fp8Config.from_block(block, facts)
     if fp8 is not None and fp8.enabled:
         refuse_settings(fp8, config)
     else:
@@ -117,6 +126,7 @@ def read_run(
         names_live=not block_of(config, "zero_optimization").keys().isdisjoint(LIVE_NAMES),
         # "auto" is a number that is filled in later: any step may be in the last fraction
         total_steps=1 if total == "auto" else total if isinstance(total, int) else None,
+        may_miss=not is_written(block or {}, "schedule", "layers"),
     )
 
 
@@ -234,7 +244,7 @@ def _layers_sent_to_bf16(model: Any, run: Run) -> tuple[str, ...]:
     if run.fp8 is None:
         return ()
     names = [name for name, layer in fp8_layers(model).items() if layer.weight.requires_grad]
-    schedule = PrecisionSchedule.of(run.fp8.schedule, names, run.total_steps)
+    schedule = PrecisionSchedule.of(run.fp8.schedule, names, run.total_steps, run.may_miss)
     if run.fp8.guard.action == "bf16":
         return tuple(names)
     usual = "fp8" if schedule.is_constant else "bf16"

@@ -36,7 +36,7 @@ def written(tmp_path: Path, **changes: Any) -> Path:
     """A file with the configuration and these changes; `fp8` is the block without "enabled"."""
     path = tmp_path / "ds.json"
     if "fp8" in changes:
-        changes["fp8"] = {"enabled": True, **changes["fp8"]}
+        changes["fp8"] = {"enabled": True, "preset": None, **changes["fp8"]}
     path.write_text(json.dumps(json.loads(CONFIG.read_text()) | changes))
     return path
 
@@ -90,7 +90,11 @@ def test_the_version_is_that_of_each_part() -> None:
         (
             ("plan", "llama-8b", "--config", CONFIG, "--world", 2, *SMALL),
             0,
-            ("layers.{0..2}.mlp.down_proj (3)", "tensorwise", "bf16", "ZeRO stage 3", '"filter_fqns": ["q_proj", '),
+            (
+                '"fp8": {"enabled": true, "preset": null, "linear": {"recipe": "delayed"',
+                "layers.{0..2}.mlp.down_proj (3)",
+                "ZeRO stage 3",
+            ),
         ),
         (("plan", "mixtral-8x7b", "--config", CONFIG, *ONE_LAYER, "--set", "num_local_experts=17"), 0, ("16 experts",)),
         (("--version",), 0, ("fp8_ds ", "torch ", "deepspeed ")),

@@ -38,7 +38,7 @@ def with_entry(key: str, value: str) -> Start:
 
 SEAM = "code of deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.step"
 DIFFERENCES: dict[str, tuple[Callable[[], Start], str]] = {
-    "block": (lambda: start({"linear": {"recipe": "rowwise"}}), 'fp8.linear.recipe "tensorwise" on rank 0, "rowwise"'),
+    "block": (lambda: start({"linear": {"recipe": "rowwise"}}), 'fp8.linear.recipe "delayed" on rank 0, "rowwise"'),
     "configuration": (lambda: start(optimizer={"params": {"lr": 1e-3}}), "optimizer.params.lr 0.003 on rank 0, 0.001"),
     "load_universal": (
         lambda: start(checkpoint={"load_universal": True}),

@@ -24,7 +24,7 @@ def config(stage: int, fp8: dict[str, Any] | None = None, **zero: Any) -> dict[s
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": stage, **zero},
     }
-    return found if fp8 is None else found | {"fp8": {"enabled": True, **fp8}}
+    return found if fp8 is None else found | {"fp8": {"enabled": True, "preset": None, **fp8}}
 
 
 def states(master: str, **more: Any) -> dict[str, Any]:

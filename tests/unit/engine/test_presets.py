@@ -1,0 +1,129 @@
+"""What is known of a run before its engine is built, and the settings of a checkpoint."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.threads import on_threads
+from torch import nn
+
+from fp8_ds.config import Fp8Config
+from fp8_ds.config.presets import Facts
+from fp8_ds.engine.bf16_memory import Bf16Memory, Memory
+from fp8_ds.engine.presets import as_trained, ends_of, facts_of, resolved
+from fp8_ds.nn.plan.plan import Plan
+
+SCHEDULER = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 300}}}
+
+
+def as_trainer_makes_it(num_training_steps: int) -> Any:
+    """A function with the cell that transformers' `deepspeed_optim_sched` closes over."""
+
+    def lr_scheduler_callable(optimizer: Any) -> Any:
+        return num_training_steps
+
+    return lr_scheduler_callable
+
+
+def cosine(num_training_steps: int) -> Any:
+    transformers = pytest.importorskip("transformers")
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+    return transformers.get_cosine_schedule_with_warmup(optimizer, 1, num_training_steps)
+
+
+def test_the_number_of_steps_is_found_wherever_it_is() -> None:
+    assert facts_of({}).num_steps is None
+    assert facts_of(SCHEDULER).num_steps == 300
+    assert facts_of({**SCHEDULER, "fp8": {"schedule": {"total_steps": 40}}}).num_steps == 40
+    assert facts_of({"scheduler": {"params": {"total_num_steps": "auto"}}}).num_steps == "auto"
+    for make in (as_trainer_makes_it, cosine):
+        assert facts_of({}, lr_scheduler=make(77)).num_steps == 77
+    plain = torch.optim.lr_scheduler.LambdaLR(cosine(5).optimizer, lambda step: 1.0)
+    for other in (plain, lambda optimizer: plain, None, partial(as_trainer_makes_it, 3)):
+        assert facts_of({}, lr_scheduler=other).num_steps is None
+
+
+def test_trainers_own_function_still_closes_over_that_name() -> None:
+    """What `_steps_of` looks for is in the installed transformers."""
+    integration = pytest.importorskip("transformers.integrations.deepspeed")
+    codes = [code for code in integration.deepspeed_optim_sched.__code__.co_consts if hasattr(code, "co_freevars")]
+    assert any("num_training_steps" in code.co_freevars for code in codes)
+
+
+def layers(num: int) -> nn.ModuleList:
+    return nn.ModuleList(nn.ModuleDict({"up": nn.Linear(16, 16)}) for _ in range(num))
+
+
+def test_ends_are_those_of_each_list_that_has_others() -> None:
+    model = nn.ModuleDict({"encoder": layers(3), "decoder": layers(12), "short": layers(2), "head": nn.Linear(16, 16)})
+    assert ends_of(model) == ("encoder.0.", "encoder.2.", "decoder.0.", "decoder.11.")
+    assert ends_of(nn.Linear(16, 16)) == ()
+    assert facts_of({}, model).ends == ends_of(model) and not facts_of({}, model).has_fa3
+    assert facts_of({"tensor_parallel": {"autotp_size": 2}}, model).is_parallel
+
+
+SAVED = {
+    "linear": {"recipe": "tensorwise", "grad_dtype": "e5m2", "fast_accumulation": "output"},
+    "schedule": {"bf16_last_fraction": 0.0, "total_steps": None, "layers": {}},
+}
+ENDS = ("l.0.", "l.9.")
+
+
+def trained(block: dict[str, Any], facts: Facts, saved: dict[str, Any], rows: Any = ()) -> dict[str, Any]:
+    config = Fp8Config.from_block({"enabled": True, **block}, facts)
+    return resolved(as_trained(config, {"enabled": True, **block}, {"config": saved, "plan": Plan(rows).to_state()}))
+
+
+def test_a_run_goes_on_as_its_checkpoint_was_trained() -> None:
+    for facts in (Facts(None, ENDS), Facts(1000, ENDS)):
+        found = trained({}, facts, SAVED)
+        assert "linear" not in found and "schedule" not in found  # the defaults of the version without presets
+        assert found["activations"] == {"fused": True}
+    assert trained({"preset": "auto"}, Facts(1000), SAVED)["linear"]["recipe"] == "delayed"
+    assert trained({"linear": {"recipe": "delayed"}}, Facts(1000), SAVED)["linear"] == {"recipe": "delayed"}
+    assert trained({"preset": None}, Facts(1000), SAVED) == {"enabled": True, "preset": None}
+
+
+def test_the_number_of_steps_is_that_of_this_run() -> None:
+    saved = {"linear": {}, "schedule": {"bf16_last_fraction": 0.03, "total_steps": 100, "layers": {}}}
+    expected = {"bf16_last_fraction": 0.03, "total_steps": 500}
+    assert trained({}, Facts(500, ENDS), saved)["schedule"] == expected
+    assert trained({}, Facts(None, ENDS), saved)["schedule"] == {**expected, "total_steps": 100}
+    ends = {"linear": {}, "schedule": {"bf16_last_fraction": 0.0, "layers": {"l.0.": "bf16"}}}
+    assert trained({}, Facts(500, ENDS), ends)["schedule"] == {"layers": {"l.0.": "bf16"}}
+
+
+def test_layers_that_an_older_version_left_out_at_the_ends_stay_in_bf16() -> None:
+    from fp8_ds.nn.plan.plan import LayerPlan
+
+    reasons = {"l.0.up": "num_layers_at_start_in_bf16", "l.1.up": "eligible", "lm_head": "filter_fqns"}
+    rows = tuple(LayerPlan(name, 8, 8, why == "eligible", why) for name, why in reasons.items())
+    saved = {**SAVED, "linear": {**SAVED["linear"], "num_layers_at_start_in_bf16": 1}}
+    assert trained({}, Facts(None, ENDS), saved, rows)["schedule"] == {"layers": {"l.0.up": "bf16"}}
+
+
+def judged(memories: list[list[Memory]], extra: int) -> list[bool | None]:
+    """What one rank hears after each step; every rank has its own memories, one for each time it is asked."""
+    import torch.distributed as dist
+
+    mine = iter(memories[dist.get_rank()])
+    judge = Bf16Memory(extra, lambda: next(mine), lambda: None)
+    return [judge.after_step() for _ in range(7)]
+
+
+ROOMY, TIGHT = Memory(40, 60, 100), Memory(40, 85, 100)
+
+
+@pytest.mark.parametrize(
+    ("memories", "expected"),
+    [
+        ([[ROOMY], [ROOMY]], [None, None, True, None, None, None, None]),  # 60 + 10 + 20 of 100
+        ([[ROOMY, ROOMY], [TIGHT, ROOMY]], [None, None, None, None, True, None, None]),
+        ([[ROOMY, ROOMY], [TIGHT, TIGHT]], [None, None, None, None, False, None, None]),
+    ],
+)
+def test_last_steps_that_might_not_fit_on_one_rank_are_refused_on_all(memories: Any, expected: Any) -> None:
+    assert on_threads(2, judged, memories, 10) == [expected, expected]
