@@ -1,7 +1,7 @@
 """Hugging Face's libraries on FP8 ZeRO, run by test_hf_trainer.py: several cases in one start of the ranks, which
 assert what each of them claims.
 
-deepspeed hf_cases.py OUT_FOLDER CASE:STAGE[:STATES or MODEL] [CASE:STAGE[:STATES or MODEL] ...]
+deepspeed hf_cases.py OUT_FOLDER CASE:STAGE[:STATES, MODEL or KIND] [CASE:STAGE[:STATES, MODEL or KIND] ...]
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 
@@ -458,6 +459,103 @@ def accelerate(out: Path, stage: int) -> None:
     end(model)
 
 
+class InBf16(TrainerCallback):
+    """Numbers of layers that compute in bf16 when each step begins."""
+
+    def __init__(self) -> None:
+        self.nums: list[int] = []
+        self.trainer: Any = None
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.nums.append(self.trainer.deepspeed.fp8_report()["num_layers_in_bf16"])
+
+
+def one_key(out: Path, stage: int, kind: str = "whole") -> None:
+    """`{"enabled": true}` in a script that says nothing of FP8: Trainer's number of steps, by epochs or `max_steps`,
+    ends the run in bf16; with accumulation, evaluation, gradient checkpointing and a resume, which repeats every bit.
+
+    Args:
+        kind: "whole", "compiled", "lora", "mixtral", or "optimizer" (DeepSpeed's, by the configuration).
+    """
+    make = {"lora": lambda: with_lora(llama()), "mixtral": mixtral}.get(kind, llama)
+    options: dict[str, Any] = {"max_steps": 24} if kind == "whole" else {"max_steps": -1, "num_train_epochs": 6}
+    options |= {"gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 12}
+    options |= {"eval_strategy": "steps", "eval_steps": 12, "learning_rate": 1e-2 if kind == "lora" else 3e-3}
+    if kind == "compiled":
+        options |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    else:
+        options |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+
+    def trainer() -> Any:
+        torch.manual_seed(0)
+        args = arguments(out, stage, **options)
+        if kind == "optimizer":
+            numbers = {"lr": "auto", "weight_decay": "auto", "torch_adam": True}
+            args.hf_deepspeed_config.config["optimizer"] = {"type": "AdamW", "params": numbers}
+        counts = InBf16()
+        data = {"train_dataset": Sequences(), "eval_dataset": Subset(Sequences(), range(8))}
+        counts.trainer = Trainer(model=make(), args=args, callbacks=[counts], **data)
+        return counts.trainer, counts.nums
+
+    first, nums = trainer()
+    first.train()
+    engine = first.deepspeed
+    block = engine.fp8.config
+    assert (block.preset, block.linear.recipe, block.activations.fused) == ("auto", "delayed", True)
+    assert (block.schedule.bf16_last_fraction, block.schedule.total_steps) == (0.03, 24)
+    num_layers = len(engine.fp8.precision.names)
+    assert nums == [0] * 23 + [num_layers] and num_layers > 0
+    expected = masters(engine)
+    assert_learned(first)
+    end(engine)
+    second, nums = trainer()
+    second.train(resume_from_checkpoint=str(out / "checkpoint-12"))
+    assert nums == [0] * 11 + [num_layers]
+    assert losses(second) == losses(first), (losses(second), losses(first))
+    assert_same(masters(second.deepspeed), expected)
+    end(second.deepspeed)
+
+
+def sft(out: Path, stage: int) -> None:
+    """TRL's SFTTrainer with one key: FP8 linears, and the end in bf16 at the step that its own arguments name."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    words = {str(i): i for i in range(95)} | {"<pad>": 95, "<eos>": 96}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    processing = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    rows = [{"input_ids": ((i + 3 * torch.arange(9 + i % 24)) % 95).tolist()} for i in range(64)]
+    options = arguments(out, stage, max_steps=20).to_dict()
+    args = SFTConfig(
+        **{
+            key: value
+            for key, value in options.items()
+            if key in ("output_dir", "bf16", "use_cpu", "max_steps", "seed")
+        },
+        deepspeed=ds_config(stage),
+        per_device_train_batch_size=4,
+        learning_rate=3e-3,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        max_length=32,
+    )
+    torch.manual_seed(0)
+    counts = InBf16()
+    data = Dataset.from_list(rows)
+    trainer = SFTTrainer(llama(), args, train_dataset=data, processing_class=processing, callbacks=[counts])
+    counts.trainer = trainer
+    trainer.train()
+    assert trainer.deepspeed.fp8.config.linear.recipe == "delayed"
+    assert counts.nums == [0] * 19 + [14]
+    assert_learned(trainer)
+    end(trainer.deepspeed)
+
+
 def end(engine: Any) -> None:
     """The next case starts as a fresh script would."""
     engine.destroy()
@@ -468,7 +566,10 @@ def end(engine: Any) -> None:
 
 CASES: dict[str, Callable[..., None]] = {
     one.__name__: one
-    for one in (*(trainer_resumes, lora_resumes, pretrained, models, generation, lora_experts, accelerate, reference),)
+    for one in (
+        *(trainer_resumes, lora_resumes, pretrained, models, generation, lora_experts, accelerate, reference),
+        *(one_key, sft),
+    )
 }
 
 
