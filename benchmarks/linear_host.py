@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, get_args
@@ -25,10 +25,12 @@ from torch import Tensor, nn
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.host import uses_cuda
+from fp8_ds.nn.linear.fp8_linear import Fp8Linear
 from fp8_ds.nn.linear.parameter import Fp8Parameter
 from fp8_ds.nn.linear.payload import OF_RECIPE, Fp8Payload
 from fp8_ds.nn.plan.convert import apply_plan
 from fp8_ds.nn.plan.plan import make_plan
+from fp8_ds.numerics.scale import AmaxHistory
 
 NUM_WARM, NUM_CALLS = 20, 1000
 STAND_INS = ("quantize_and_transpose_tensorwise", "record_amax")
@@ -97,21 +99,29 @@ def make_steps(recipe: str, sizes: tuple[int, int, int], device: torch.device) -
 
     x, grad_output = normal(m, k), normal(m, n)
     fp8, bf16 = (LinearStep(linear(), x, grad_output) for _ in range(2))
-    weight: Any = fp8.module.weight
-    granularity = OF_RECIPE[recipe]
-    scale, scale_inv = granularity.scales(granularity.amax(weight.detach().reshape(-1), weight.shape))
-    payload = Fp8Payload("measured", scale, scale_inv, weight.dtype)
-    payload.data = payload.quantize(weight.detach())
-    model, config = nn.Sequential(fp8.module), LinearConfig.model_validate({"recipe": recipe})
-    plan = make_plan(model, config)
-    weight._fp8, weight.data, weight.__class__ = payload, payload.nominal(weight.shape), Fp8Parameter
-    history = apply_plan(model, plan, config, device)
-    converted: Any = fp8.module
-    converted.fp8_recipe.input_cache = None  # every call is given the same input, and is to quantise it
+    history = put_into_fp8([fp8.module], {"recipe": recipe}, device)
     if history is not None:  # from its first update on it scales by what it remembers
         fp8()
         history.update(history.amax_local.clone())
     return fp8, bf16
+
+
+def put_into_fp8(linears: Sequence[nn.Linear], keys: Mapping[str, Any], device: torch.device) -> AmaxHistory | None:
+    """Convert linears as an engine with this "linear" block, their weights FP8 bytes as ZeRO leaves them."""
+    model, config = nn.Sequential(*linears), LinearConfig.model_validate(keys)
+    plan = make_plan(model, config)
+    for module in linears:
+        weight: Any = module.weight
+        granularity = OF_RECIPE[config.recipe]
+        scale, scale_inv = granularity.scales(granularity.amax(weight.detach().reshape(-1), weight.shape))
+        payload = Fp8Payload("measured", scale, scale_inv, weight.dtype)
+        payload.data = payload.quantize(weight.detach())
+        weight._fp8, weight.data, weight.__class__ = payload, payload.nominal(weight.shape), Fp8Parameter
+    history = apply_plan(model, plan, config, device)
+    for converted in model:
+        assert isinstance(converted, Fp8Linear), plan.describe()
+        converted.fp8_recipe.input_cache = None  # every call is given the same input, and is to quantise it
+    return history
 
 
 def host_times(steps: Sequence[LinearStep], on_gpu: bool) -> list[dict[str, float]]:

@@ -45,3 +45,21 @@ def test_end_to_end_gives_speed_and_losses(run_main: Callable[..., str], tmp_pat
 def test_kernels_tune_calls_every_kernel(run_main: Callable[..., str]) -> None:
     pytest.importorskip("triton")
     assert " kernels called" in run_main("kernels_tune", "--dry-run")
+
+
+def test_linear_sizes_measures_each_cell_once(run_main: Callable[..., str], tmp_path: Path) -> None:
+    run_main("linear_sizes", "--out", tmp_path, "--budget", 0)
+    assert not list(tmp_path.glob("*.json"))
+    run_main("linear_sizes", "--out", tmp_path)
+    (path,) = tmp_path.glob("*-linear-sizes.json")
+    cells = json.loads(path.read_text())["cells"]
+    assert {(cell["tokens"], cell["in"], cell["out"]) for cell in cells} == {
+        (tokens, *features) for tokens in (32, 64) for features in ((32, 48), (48, 32))
+    }
+    for cell in cells:
+        assert cell["gpu_us"].keys() == cell["eager_us"].keys() == {"bf16", "delayed", "tensorwise"}
+        assert min(*cell["gpu_us"].values(), *cell["eager_us"].values(), cell["quantize_us"]) > 0
+    path.write_text(json.dumps({"cells": cells[1:]}))
+    run_main("linear_sizes", "--out", tmp_path)
+    again = json.loads(path.read_text())["cells"]
+    assert again[:3] == cells[1:] and len(again) == 4  # the missing one is measured, the others are kept
