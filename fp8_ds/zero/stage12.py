@@ -17,7 +17,7 @@ from deepspeed.runtime.zero import stage_1_and_2
 from torch import Tensor
 
 from fp8_ds.errors import UnsupportedError
-from fp8_ds.nn.linear.parameter import retype
+from fp8_ds.nn.linear.parameter import point_at_bf16, retype
 from fp8_ds.nn.linear.payload import Fp8Payload, Granularity
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.zero.access12 import Fp8AccessStage12, Written, write_through
@@ -180,7 +180,7 @@ class Fp8ZeroStage12(Fp8AccessStage12):
         skipped = [i for i in range(len(self._fp8_kinds)) if self._fp8_is_all_bf16(i)]
         self._fp8_bf16_kinds, kinds = [], []  # what was there is freed first
         for p in (p for fp8 in self._fp8_kinds for p in fp8.params):
-            p._fp8.hp = None
+            point_at_bf16(p, None)
             p._fp8.version += 1
         for i, fp8 in enumerate(self._fp8_kinds):
             chosen = [hasattr(p, "_fp8") and p._fp8.name in names for p in self.round_robin_bit16_groups[i]]
@@ -192,7 +192,7 @@ class Fp8ZeroStage12(Fp8AccessStage12):
                     bf16.buffer.narrow(0, f.compact_start, f.numel).copy_(written.values)
             bf16.gather(_HP_FREE_BYTES)
             for index, p in enumerate(bf16.params):
-                p._fp8.hp = bf16.view(index)
+                point_at_bf16(p, bf16.view(index))
             kinds.append(bf16)
         self._fp8_bf16_kinds = kinds
         for i in skipped:
@@ -272,7 +272,7 @@ class Fp8ZeroStage12(Fp8AccessStage12):
                 p.data = hp.view(index)
         for bf16 in self._fp8_bf16_kinds:
             for index, p in enumerate(bf16.params):
-                p._fp8.hp = bf16.view(index)
+                point_at_bf16(p, bf16.view(index))
 
     def fp8_resident_bytes(self: Any) -> dict[str, int]:
         """Return this rank's bytes of FP8 weights and of bf16 parameters, and how many weights are FP8."""

@@ -31,7 +31,7 @@ class Producer:
     """Readers of a fused module's output, and the form in which it keeps its inputs.
 
     Args:
-        readers: at least one. Those that are Fp8Linears when the module runs share one recipe kind.
+        readers: at least one. Those that are Fp8Linears, and not plain, when the module runs share one recipe kind.
         nonlinear: "bf16": inputs are kept as they are; "fp8": in E4M3 with a power-of-two scale per 128 in a row.
     """
 
@@ -39,8 +39,10 @@ class Producer:
     nonlinear: Nonlinear
 
     def recipe(self) -> Recipe | None:
-        """Return the recipe of the first reader that is in FP8 now; None: the module runs as its own class does."""
-        return next((linear.fp8_recipe for linear in self.readers if isinstance(linear, Fp8Linear)), None)
+        """Return the recipe of the first reader that is an Fp8Linear, and not in bf16 for good; None: the module runs
+        as its own class does."""
+        recipes = (linear.fp8_recipe for linear in self.readers if isinstance(linear, Fp8Linear))
+        return next((recipe for recipe in recipes if not recipe.is_plain), None)
 
 
 def deliver(output: Fp8Output, recipe: Recipe, scaling: Scaling | None, shape: torch.Size, record: bool) -> Tensor:

@@ -275,12 +275,13 @@ def is_one_function(linears: Sequence[Any]) -> bool:
     """Whether calling these is no more than computing with their weights, in FP8 and by one kind of recipe.
 
     This is not so with a hook on any of them (ZeRO-3 has its own on every module that is not inside a leaf), with a
-    replaced forward, with a weight that is partitioned now, and if one is in bf16.
+    replaced forward, with a weight that is partitioned now, and if one is in bf16, or all are for good.
     """
     if any(type(linear) is not Fp8Linear for linear in linears) or not _are_plain(linears):
         return False
-    kinds = {(type(recipe), recipe.grad_format, recipe.backend) for recipe in (one.fp8_recipe for one in linears)}
-    return len(kinds) == 1
+    recipes = [linear.fp8_recipe for linear in linears]
+    kinds = {(type(recipe), recipe.grad_format, recipe.backend) for recipe in recipes}
+    return len(kinds) == 1 and not any(recipe.is_plain for recipe in recipes)
 
 
 def function_of_sharded(linears: Sequence[Any]) -> Callable[..., Tensor] | None:

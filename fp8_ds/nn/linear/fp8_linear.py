@@ -271,7 +271,14 @@ class Fp8Linear(nn.Linear):
         return module
 
     def forward(self, input: Tensor) -> Tensor:
+        if self.fp8_recipe.is_plain and _is_bf16_here(self.weight):
+            with torch._C.DisableTorchFunctionSubclass():  # the weight itself, and no copy of its values
+                return self._stock_forward(input)
         return self.product(input, self.bias)
+
+    def _stock_forward(self, input: Tensor) -> Tensor:
+        """Compute as the class that the layer had before it was converted."""
+        return nn.Linear.forward(self, input)
 
     def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """Compute `input W^T + bias` in FP8, [..., out_features]."""
@@ -359,9 +366,20 @@ class Fp8Conv1D(Fp8Linear):
         recipe.weight_is_transposed = True
         return module
 
+    def _stock_forward(self, input: Tensor) -> Tensor:
+        stock: Any = conv1d_class()
+        output: Tensor = stock.forward(self, input)
+        return output
+
     def revert(self) -> None:
         del self.fp8_recipe, self.in_features, self.out_features
         convert_back(self, conv1d_class())
+
+
+def _is_bf16_here(weight: Any) -> bool:
+    """Whether the weight's own data is bf16, and so in the backward: no payload, or ZeRO-1/2 has `Fp8Payload.hp`."""
+    payload = getattr(weight, "_fp8", None)
+    return payload is None or payload.hp is not None
 
 
 def full_shape(p: Any) -> torch.Size:

@@ -183,6 +183,17 @@ def retype(p: Any, payload: Any) -> None:
     p.__class__ = Fp8Parameter
 
 
+def point_at_bf16(p: Any, values: Tensor | None) -> None:
+    """Make `values`, bf16 of the master [out, in], what the Parameter of a layer in bf16 holds; None: NaN again.
+
+    With ZeRO-1/2. Readers and writers are answered as before (`Fp8Payload.hp`); what reads past the hooks, as a plain
+    linear does for autograd, finds the values.
+    """
+    p._fp8.hp = values
+    with torch._C.DisableTorchFunctionSubclass():
+        p.data = p._fp8.nominal(p.shape) if values is None else values
+
+
 def _write_data(func: Any, *args: Any, **kwargs: Any) -> Any:
     return WeightData.__torch_function__(func, (), args, kwargs)
 

@@ -149,7 +149,8 @@ class Fp8Payload:
         write: called with a hp tensor of full shape when somebody writes into the Parameter (`copy_`, `data = `).
         has_master: whether what is written is kept in more bits somewhere; a frozen weight's is not in ZeRO-1/2.
         export: while set, readers get this tensor instead of de-quantised bytes.
-        hp: while the layer computes in bf16 under ZeRO-1/2, its weight: bf16 of the master, full shape.
+        hp: while the layer computes in bf16 under ZeRO-1/2, its weight: bf16 of the master, full shape; it is the
+            Parameter's own data then, too (nn/linear/parameter.py, `point_at_bf16`).
         version: changes with each step, load and write of ZeRO-1/2; values read before are old then.
     """
 

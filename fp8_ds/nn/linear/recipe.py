@@ -142,6 +142,7 @@ class Recipe(ABC):
             itself.
         needs_grad_columns: whether `grad_weight` multiplies the quantised grad_output.
         is_fp8: whether its GEMMs run in FP8.
+        is_plain: whether the layer stays in bf16 for good, and computes as the class that it had before does.
         weight_is_transposed: whether the layer's weight is stored [I, O], and its gradient, too (`Fp8Conv1D`).
         copied: scales that quantise the weight in a layer of a copied model (`copied_scales`); else None.
     """
@@ -149,6 +150,7 @@ class Recipe(ABC):
     name: str
     needs_grad_columns = True
     is_fp8 = True
+    is_plain = False
     weight_is_transposed = False
     copied: CopiedScales | None = None
 

@@ -322,22 +322,28 @@ def _tiles(weight: Fp8Weight) -> Tensor:
 
 
 class Bf16Recipe(Recipe):
-    """Recipe in place of `fp8`, which comes back afterwards. Amaxes of delayed scaling are still recorded, one more
-    read of each tensor. `Quantized.rows` are in high precision here."""
+    """Recipe in place of `fp8`, which may come back. Amaxes of delayed scaling are still recorded, one more read of
+    each tensor, unless the layer is plain. `Quantized.rows` are in high precision here."""
 
     name = "bf16"
     needs_grad_columns = False
     is_fp8 = False
 
-    def __init__(self, fp8: Recipe) -> None:
+    def __init__(self, fp8: Recipe, is_plain: bool = False) -> None:
         self.fp8 = fp8
+        self.is_plain = is_plain
         self.grad_format = fp8.grad_format
         self.backend = fp8.backend
         self.weight_is_transposed = fp8.weight_is_transposed
         self.input_cache = None
 
     def describe(self) -> str:
-        return f"fp8=bf16 for now, else {self.fp8.describe()}"
+        return f"fp8=bf16 {'by its size' if self.is_plain else 'for now'}, else {self.fp8.describe()}"
+
+    @property
+    def recorded(self) -> DelayedRecipe | None:
+        """The recipe whose amaxes are recorded; None: none are."""
+        return self.fp8 if isinstance(self.fp8, DelayedRecipe) and not self.is_plain else None
 
     def move(self, device: torch.device) -> None:
         self.fp8.move(device)
@@ -363,13 +369,13 @@ class Bf16Recipe(Recipe):
         return (as_matrix(x),)
 
     def _quantize_input(self, x: Tensor, needs_columns: bool, record: bool) -> Quantized:
-        if record and isinstance(self.fp8, DelayedRecipe):
-            record_amax(x, self.fp8.slot_x.amax_local)
+        if record and (delayed := self.recorded) is not None:
+            record_amax(x, delayed.slot_x.amax_local)
         return _as_it_is(as_matrix(x))
 
     def quantize_grad_output(self, grad_TO: Tensor, weight: Fp8Weight | None, kept: Kept | None) -> Quantized:
-        if isinstance(self.fp8, DelayedRecipe):
-            record_amax(grad_TO, self.fp8.slot_grad.amax_local)
+        if (delayed := self.recorded) is not None:
+            record_amax(grad_TO, delayed.slot_grad.amax_local)
         return _as_it_is(grad_TO)
 
     def output(self, x_fp8: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:

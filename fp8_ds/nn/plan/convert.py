@@ -15,7 +15,7 @@ from fp8_ds.config import LinearConfig
 from fp8_ds.nn.fused.search import linears_that_read
 from fp8_ds.nn.linear.fp8_linear import Fp8Linear
 from fp8_ds.nn.linear.recipe import InputCache, Recipe
-from fp8_ds.nn.linear.recipes import RECIPES, DelayedRecipe
+from fp8_ds.nn.linear.recipes import RECIPES, Bf16Recipe, DelayedRecipe
 from fp8_ds.nn.moe.experts import ExpertsWeight, Fp8Experts
 from fp8_ds.nn.plan.plan import ForeignLinears, LayerPlan, Plan, fp8_class_of
 from fp8_ds.numerics.formats import BY_NAME, E4M3
@@ -72,7 +72,7 @@ def apply_plan(
     history = AmaxHistory(len(fp8_max), fp8_max, device=device, names=names)
     for i, convert in enumerate(converters):
         convert(DelayedRecipe(linear_config, history, 2 * i, 2 * i + 1, input_cache))
-    _set_leaders(model)
+    set_leaders(model)
     return history
 
 
@@ -110,10 +110,12 @@ def _converter(modules: Mapping[str, Any], layer: LayerPlan, foreign: ForeignLin
     return partial(fp8_class.from_linear, modules[owner])
 
 
-def _set_leaders(model: nn.Module) -> None:
-    """Give layers with delayed scales that read one module's output the first of them as `leader`, others none."""
-    recipes = [layer.fp8_recipe for layer in fp8_layers(model).values()]
-    all_delayed = [recipe for recipe in recipes if isinstance(recipe, DelayedRecipe)]
+def set_leaders(model: nn.Module) -> None:
+    """Give layers with delayed scales that read one module's output the first of them as `leader`, others none.
+
+    Layers that record no amaxes, in bf16 for good, lead nobody.
+    """
+    all_delayed = list(filter(None, (_recorded(layer.fp8_recipe) for layer in fp8_layers(model).values())))
     for recipe in all_delayed:
         recipe.leader = None
     if not all_delayed:
@@ -123,10 +125,17 @@ def _set_leaders(model: nn.Module) -> None:
             if child is None or isinstance(child, nn.Linear):
                 continue
             readers = [one.fp8_recipe for one in linears_that_read(parent, name) if isinstance(one, Fp8Linear)]
-            delayed = [recipe for recipe in readers if isinstance(recipe, DelayedRecipe)]
+            delayed = list(filter(None, map(_recorded, readers)))
             if len(delayed) > 1:
                 for recipe in delayed:
                     recipe.leader = delayed[0].slot_x
+
+
+def _recorded(recipe: Recipe) -> DelayedRecipe | None:
+    """Return the recipe whose amaxes a layer with `recipe` records; None: it records none."""
+    if isinstance(recipe, Bf16Recipe):
+        return recipe.recorded
+    return recipe if isinstance(recipe, DelayedRecipe) else None
 
 
 def revert(model: nn.Module, plan: Plan, fqns: Collection[str], reason: str) -> Plan:
@@ -137,6 +146,6 @@ def revert(model: nn.Module, plan: Plan, fqns: Collection[str], reason: str) -> 
     layers = fp8_layers(model)
     for fqn in fqns:
         layers[fqn].revert()
-    _set_leaders(model)  # none whose amax nobody records any more
+    set_leaders(model)  # none whose amax nobody records any more
     rows = (replace(row, converted=False, reason=reason) if row.fqn in fqns else row for row in plan.layers)
     return replace(plan, layers=tuple(rows))

@@ -1,7 +1,8 @@
-"""Share of a model's products that is computed in FP8, and which are large enough to gain: from shapes alone."""
+"""Which products are large enough to gain in FP8, and the share of a model's that is in it: from shapes alone."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,14 +10,44 @@ from torch import nn
 
 from fp8_ds.nn.plan.plan import Plan, kind_of, other_weights
 
-MIN_NUMEL = 1 << 22
-"""Elements of the smallest weight, on one rank, that takes less time in FP8 than in bf16, with casts and transposes.
+MIN_MACS = {"compiled": 10_000_000_000, "eager": 137_000_000_000}
+"""Multiply-adds of the smallest product, tokens x in x out, from which a linear takes less time in FP8 than in bf16.
 
-On an H200, with 8,192 tokens, bf16's time over FP8's is 1.01 to 1.26 for weights of 1024 x 4096 and 2048 x 2048, by the
-recipe (`tensorwise`: 1.09 and 1.18), and 0.72 to 1.04 for those of 768 x 3072. Measured was one linear, forward and
-backward, on the device; source: benchmarks/results/2026-11-23-layer-table.md. Fewer tokens move the tie to larger
-weights, a fused producer or a shared input to smaller ones.
+Compiled, the GPU's time decides: from there on bf16's is 1.01 to 1.90 times FP8's. In eager mode an FP8 linear takes
+the host near 1 ms, whatever its size, and the GPU must be busy with bf16 for as long: 1.00 to 1.85 times, but for one
+cell, 0.94, at the limit itself. Measured on an H200 were the forward and backward of one linear with recipes `delayed`
+and `tensorwise`, 105 sizes; source: benchmarks/results/2026-11-29-linear-sizes.md. A fused producer or a shared input
+moves the tie to smaller ones.
 """
+MIN_FEATURES = 1200
+"""Twice the least in * out / (in + out) that gains, whatever the number of tokens: the width of a square linear.
+
+What is cast grows as in + out, what is multiplied as in * out. Source as above: linears of 1024 x 1024 and 2048 x 512
+never gain with `tensorwise`, 768 x 3072 do."""
+
+
+@dataclass(frozen=True)
+class SizeRule:
+    """Least sizes of a linear that is in FP8: multiply-adds of a product, and features if it were square."""
+
+    macs: int
+    features: int = 0
+
+    @classmethod
+    def of(cls, min_size: int | None, *, is_compiled: bool) -> SizeRule:
+        """Return the rule that `linear.min_size` asks for; None: the measured one."""
+        if min_size is None:
+            return cls(MIN_MACS["compiled" if is_compiled else "eager"], MIN_FEATURES)
+        return cls(min_size)
+
+    def gains(self, num_tokens: int, in_features: int, out_features: int) -> bool:
+        """Whether a linear gains in FP8 with so many tokens on a rank."""
+        is_wide = 2 * in_features * out_features >= self.features * (in_features + out_features)
+        return is_wide and num_tokens * in_features * out_features >= self.macs
+
+    def least_square(self, num_tokens: int) -> int:
+        """Return the width of the smallest square linear that gains."""
+        return max(self.features, math.isqrt(max(math.ceil(self.macs / num_tokens) - 1, 0)) + 1)
 
 
 @dataclass(frozen=True)

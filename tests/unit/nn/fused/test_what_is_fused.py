@@ -12,7 +12,8 @@ from torch import nn
 from fp8_ds.config import ActivationsConfig, LinearConfig
 from fp8_ds.nn.fused.module import FusedModule
 from fp8_ds.nn.fused.search import fuse_producers
-from fp8_ds.nn.plan.convert import apply_plan, fp8_layers
+from fp8_ds.nn.linear.recipes import Bf16Recipe
+from fp8_ds.nn.plan.convert import apply_plan, fp8_layers, set_leaders
 from fp8_ds.nn.plan.plan import make_plan
 
 SHAPE = {
@@ -118,3 +119,15 @@ def test_of_the_example(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = importlib.import_module("model")
     fused = {"mlp_norm": GATE_UP, "mlp": "down_proj"}
     assert fuse(model.ByteLlama(model.SIZES["tiny"])) == (fused, {"attention_norm", "norm"}, {GATE_UP})
+
+
+def test_a_layer_that_records_no_amaxes_leads_nobody() -> None:
+    """The others would quantise by a scale that nobody updates; one that comes back leads again."""
+    model, config = transformers_model("llama"), LinearConfig(recipe="delayed", backend="reference")
+    apply_plan(model, make_plan(model, config), config, "cpu")
+    q, k, v = (fp8_layers(model)[f"model.layers.0.self_attn.{name}_proj"] for name in "qkv")
+    recipe: Any = q.fp8_recipe
+    for is_plain, leader in ((True, k.fp8_recipe), (False, recipe)):
+        q.fp8_recipe = Bf16Recipe(recipe, is_plain)
+        set_leaders(model)
+        assert all(layer.fp8_recipe.leader is leader.slot_x for layer in (k, v))
