@@ -172,6 +172,8 @@ def run_missing(
 ) -> Path:
     """The file with the losses of a run, which is trained if it is not there yet."""
     config = copy.deepcopy(config)
+    if "fp8" in config:  # its loss is the question, not its speed
+        config["fp8"]["linear"] = {"min_size": 0, **config["fp8"].get("linear", {})}
     if config.get("fp8", {}).get("optimizer", {}).get("states") == "fp8":
         config["fp8"]["optimizer"].setdefault("seed", seed)  # else what states round by would be the same in all pairs
     log = args.out / f"{name}-s{seed}.csv"

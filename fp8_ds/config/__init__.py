@@ -96,6 +96,7 @@ class LinearConfig(_Block):
     num_layers_at_end_in_bf16: Annotated[int, Field(ge=0)] = 0
     frozen: Literal["bf16", "fp8"] = "bf16"
     weight_scales: Literal["float", "power_of_two"] | None = None
+    min_size: Annotated[int, Field(ge=0)] | None = None
 
     @model_validator(mode="before")
     @classmethod

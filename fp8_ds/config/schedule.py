@@ -82,10 +82,20 @@ class PrecisionSchedule:
             return f"bf16_last_fraction: from step {self.last}"
         return None
 
-    def in_bf16(self, names: Sequence[str], step: int, overrides: Mapping[str, Precision]) -> frozenset[str]:
-        """Return the layers among `names` that compute in bf16. Overrides come first, then "layers", then the step."""
+    def in_bf16(
+        self,
+        names: Sequence[str],
+        step: int,
+        overrides: Mapping[str, Precision],
+        too_small: Collection[str] = frozenset(),
+    ) -> frozenset[str]:
+        """Return the layers among `names` that compute in bf16.
+
+        Overrides come first, then "layers", then the layers that are too small for FP8, then the step.
+        """
         usual: Precision = "fp8" if self.reason(step) is None else "bf16"
-        return frozenset(n for n in names if overrides.get(n, self.fixed.get(n, usual)) == "bf16")
+        by_size: Mapping[str, Precision] = dict.fromkeys(too_small, "bf16")
+        return frozenset(n for n in names if overrides.get(n, self.fixed.get(n, by_size.get(n, usual))) == "bf16")
 
 
 def check_total(config: ScheduleConfig, total_steps: object) -> None:

@@ -86,7 +86,7 @@ class Fp8Engine(Fp8Checkpoints):
         """Run DeepSpeed's own forward. If a backward can follow, layers keep their precision until the next step."""
         callbacks = self._fp8_step_callbacks if torch.is_grad_enabled() else None
         if callbacks is not None:
-            callbacks.before_forward(self.module.training)
+            callbacks.before_forward(self.module.training, (inputs, kwargs))
         keep_values_in_hooks()
         output = super().forward(*inputs, **kwargs)  # type: ignore[misc]
         if callbacks is not None and self.module.training:
@@ -114,6 +114,8 @@ class Fp8Engine(Fp8Checkpoints):
         if self.fp8 is not None:
             given.arguments["compile_kwargs"] = compiling.without_fixed(given.arguments.get("compile_kwargs", {}))
         super().compile(*given.args, **given.kwargs)  # type: ignore[misc]
+        if self._fp8_step_callbacks is not None:
+            self._fp8_step_callbacks.sizes.reopen()
 
     def set_layer_precision(self: Any, names: str | Collection[str], precision: Request) -> list[str]:
         """Set the precision of layers from the next step on, whatever the schedule; "schedule" follows it again.
@@ -169,7 +171,7 @@ class Fp8Engine(Fp8Checkpoints):
             last finished step, own share included), `gathered_fp8_bytes` of these, `reduced_bytes` (handed to FP8
             reduce-scatters in that step, 0 if gradients are reduced in bf16), `num_amax_reduces` in that step,
             `resident_weight_bytes` and its parts, `num_fp8_weights` (elements), `plan` (one line),
-            `num_layers_in_bf16` (of the plan's, by schedule or request).
+            `num_layers_in_bf16` (of the plan's, by size, schedule or request).
         """
         if self.fp8 is None:
             return {"enabled": False}

@@ -1,4 +1,4 @@
-"""Precision of layers, which a schedule, a user or the guard can send to bf16 for a while."""
+"""Precision of layers: a schedule, a user or the guard can send them to bf16 for a while, their size for good."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from fp8_ds.config.schedule import Precision, PrecisionSchedule, matching
 from fp8_ds.engine.compat.model import PARALLEL_SCHEDULE
 from fp8_ds.engine.ranks import tell_all
 from fp8_ds.errors import ConfigError, UnsupportedError
+from fp8_ds.nn.linear.fp8_linear import Fp8Linear
 from fp8_ds.nn.linear.recipe import Recipe
-from fp8_ds.nn.linear.recipes import Bf16Recipe
-from fp8_ds.nn.plan.convert import fp8_layers
+from fp8_ds.nn.linear.recipes import Bf16Recipe, DelayedRecipe
+from fp8_ds.nn.plan.convert import fp8_layers, set_leaders
 
 Request = Literal["bf16", "fp8", "schedule"]
 REQUESTS = ("bf16", "fp8", "schedule")
@@ -33,7 +34,11 @@ class LayerPrecision:
         may_miss: whether "layers" may name layers that are not in FP8, as those of a preset may.
 
     Attributes:
+        too_small: layers that gain nothing in FP8 (engine/sizes.py); `update` applies it.
         in_bf16: layers that compute in bf16 now.
+        plain: those of them that do so for good, for their size alone: no amax of theirs is recorded.
+        unrecorded: layers that were plain when the amax history, which may be a checkpoint's, was last updated.
+        parallel: name of a tensor-parallel layer of this rank, which cannot change; empty if there is none.
         ended_in_bf16: layers that did so in the step that has just ended.
 
     Raises:
@@ -50,20 +55,24 @@ class LayerPrecision:
         say: Callable[[str], None],
         may_miss: bool = False,
     ) -> None:
+        self._model = model
         converted = fp8_layers(model)
-        self._parallel = next((fqn for fqn, m in converted.items() if m.is_parallel), "")
-        if config != ScheduleConfig() and any(tell_all(self._parallel)):
-            raise PARALLEL_SCHEDULE.error(self._parallel or _ELSEWHERE)
+        self.parallel = next((fqn for fqn, m in converted.items() if m.is_parallel), "")
+        if config != ScheduleConfig() and any(tell_all(self.parallel)):
+            raise PARALLEL_SCHEDULE.error(self.parallel or _ELSEWHERE)
         self._linears = {fqn: m for fqn, m in converted.items() if m.weight.requires_grad}
         self._recipes: dict[str, Recipe] = {fqn: m.fp8_recipe for fqn, m in self._linears.items()}
-        self._stand_ins: dict[str, Bf16Recipe] = {}
+        self._stand_ins: dict[tuple[str, bool], Bf16Recipe] = {}
         self._set_bf16 = set_bf16
         self._say = say
         self._saved_last: int | None = None
         self._may_miss = may_miss
         self.schedule = PrecisionSchedule.of(self._of_this_rank(config), self._linears, total_steps, may_miss)
         self.overrides: dict[str, Precision] = {}
+        self.too_small: frozenset[str] = frozenset()
         self.in_bf16: frozenset[str] = frozenset()
+        self.plain: frozenset[str] = frozenset()
+        self.unrecorded: frozenset[str] = frozenset()
         self.ended_in_bf16: frozenset[str] = frozenset()
 
     @property
@@ -80,31 +89,60 @@ class LayerPrecision:
             self._linears[fqn].fp8_recipe = self._recipes[fqn]
         change_recipes()
         self._recipes = {fqn: m.fp8_recipe for fqn, m in self._linears.items()}
-        self._stand_ins = {fqn: Bf16Recipe(self._recipes[fqn]) for fqn in self.in_bf16}
+        self._stand_ins.clear()
         for fqn in self.in_bf16:
-            self._linears[fqn].fp8_recipe = self._stand_ins[fqn]
-        if not any(tell_all(self._parallel)):
+            self._linears[fqn].fp8_recipe = self._stand_in(fqn, fqn in self.plain)
+        set_leaders(self._model)
+        if not any(tell_all(self.parallel)):
             self.schedule = PrecisionSchedule.of(self._of_this_rank(config), self._linears, None, self._may_miss)
 
-    def update(self, step: int) -> None:
-        """Set the precision of layers for step `step`, from 0, the same on all ranks. Collective where one changes."""
-        wanted = self.schedule.in_bf16(self.names, step, self.overrides)
-        if wanted == self.in_bf16:
-            return
-        self._set_bf16(frozenset(fqn + self._linears[fqn].weight_suffix for fqn in wanted))
-        for fqn in wanted ^ self.in_bf16:
-            if fqn in wanted and fqn not in self._stand_ins:
-                self._stand_ins[fqn] = Bf16Recipe(self._recipes[fqn])
-            self._linears[fqn].fp8_recipe = self._stand_ins[fqn] if fqn in wanted else self._recipes[fqn]
-        self.in_bf16 = wanted
-        why = f" ({self._reasons(wanted, step)})" if wanted else ""
-        self._say(f"fp8: from step {step} on {len(wanted)} of {len(self.names)} FP8 linears compute in bf16{why}")
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """(in, out) features of the linears; the experts' weights among the layers have none."""
+        return {fqn: (m.in_features, m.out_features) for fqn, m in self._linears.items() if isinstance(m, Fp8Linear)}
+
+    def update(self, step: int, line: str = "") -> None:
+        """Set the precision of layers for step `step`, from 0, the same on all ranks. Collective where one changes.
+
+        `line`: what rank 0 logs, in place of the usual, where a layer changes.
+        """
+        wanted = self.schedule.in_bf16(self.names, step, self.overrides, self.too_small)
+        plain = (self.too_small & wanted) - self.overrides.keys() - self.schedule.fixed.keys()
+        changed = (wanted ^ self.in_bf16) | (plain ^ self.plain)
+        if wanted != self.in_bf16:
+            self._set_bf16(frozenset(fqn + self._linears[fqn].weight_suffix for fqn in wanted))
+        for fqn in changed:
+            self._linears[fqn].fp8_recipe = self._stand_in(fqn, fqn in plain) if fqn in wanted else self._recipes[fqn]
+        if plain != self.plain:
+            set_leaders(self._model)
+        self.in_bf16, self.plain = wanted, plain
+        if self.unrecorded - plain:
+            self._restart_history()
+        self.unrecorded = plain
+        if changed:
+            why = f" ({self._reasons(wanted, step)})" if wanted else ""
+            usual = f"fp8: from step {step} on {len(wanted)} of {len(self.names)} FP8 linears compute in bf16{why}"
+            self._say(line or usual)
+
+    def _stand_in(self, fqn: str, is_plain: bool) -> Bf16Recipe:
+        """Return the layer's recipe for bf16, the same object each time."""
+        return self._stand_ins.setdefault((fqn, is_plain), Bf16Recipe(self._recipes[fqn], is_plain))
+
+    def _restart_history(self) -> None:
+        """Let all layers with delayed scales use the tensor at hand until the next update.
+
+        A layer has come back that recorded no amaxes: with a scale of 1 its gradients would all underflow once.
+        """
+        for recipe in self._recipes.values():
+            if isinstance(recipe, DelayedRecipe) and recipe.history.ready:
+                recipe.history.forget()
 
     def _reasons(self, in_bf16: frozenset[str], step: int) -> str:
         """Say why layers are in bf16 in step `step`: by the whole schedule where it asks for bf16, else by layer."""
         if whole := self.schedule.reason(step):
             return whole
         reasons = {
+            "too small to gain": self.plain,
             "schedule.layers": self.schedule.fixed.keys() - self.overrides.keys(),
             "set_layer_precision, or the guard": self.overrides.keys(),
         }
@@ -140,9 +178,9 @@ class LayerPrecision:
 
     def _same_call(self, names: Sequence[str], precision: str, between: str) -> None:
         """Check that all ranks make the same call; all raise or none. Collective."""
-        told = tell_all((list(names), precision, between, self._parallel))
+        told = tell_all((list(names), precision, between, self.parallel))
         if any(parallel for *_, parallel in told):
-            raise PARALLEL_SCHEDULE.error(self._parallel or _ELSEWHERE)
+            raise PARALLEL_SCHEDULE.error(self.parallel or _ELSEWHERE)
         if any(place for *_, place, _ in told):
             raise UnsupportedError(
                 f"set_layer_precision: expected a call between optimizer steps, got one {between or _ELSEWHERE}. Call "
@@ -173,9 +211,14 @@ class LayerPrecision:
         return config.model_copy(update={"layers": layers})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return builtin types: overrides, the same on all ranks; the step from which on the run ends in bf16; and this
-        rank's layers in bf16, for a reader."""
-        return {"overrides": dict(self.overrides), "last": self.schedule.last, "in_bf16": sorted(self.in_bf16)}
+        """Return builtin types: overrides, the same on all ranks; the step from which on the run ends in bf16; this
+        rank's layers in bf16, for a reader; and those of them whose amaxes are not recorded."""
+        return {
+            "overrides": dict(self.overrides),
+            "last": self.schedule.last,
+            "in_bf16": sorted(self.in_bf16),
+            "plain": sorted(self.plain),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Take over overrides of a checkpoint, also those of other stages' layers; `update` applies them.
@@ -186,6 +229,7 @@ class LayerPrecision:
         self._saved_last = None if state is None else state.get("last")  # an older version's has none
         stays = {} if state is None else state.get("stays", {})  # (length, until, is_over) by layer
         self.overrides |= {name: "bf16" for name, (_, _, is_over) in stays.items() if not is_over}
+        self.unrecorded = frozenset() if state is None else frozenset(state.get("plain", ())) & self._linears.keys()
 
     def tell_of_resume(self, step: int) -> None:
         """Say so if the checkpoint, of step `step`, was in the bf16 steps that ended its run, and this run is not."""

@@ -21,6 +21,7 @@ from fp8_ds.engine.compat.config import total_steps
 from fp8_ds.engine.precision import LayerPrecision, Request
 from fp8_ds.engine.presets import ends_of, with_schedule
 from fp8_ds.engine.ranks import say, say_problem, warn
+from fp8_ds.engine.sizes import SizeDecision
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.monitor.guard import EVERY as GUARD_EVERY
 from fp8_ds.monitor.guard import Guard, Problems
@@ -45,6 +46,7 @@ class StepCallbacks:
 
     Attributes:
         precision: which layers compute in bf16.
+        sizes: decides which of them are too small for FP8.
         monitor: samples steps for reports, and for the guard; None if neither is on.
         guard: a listener of the monitor; None if there is none.
         has_graph: whether a forward has kept tensors for its backward and no step has followed: layers cannot change.
@@ -66,6 +68,7 @@ class StepCallbacks:
         self._last_save: int | None = None
         self._memory = Bf16Memory.of(engine)
         self._update_precision()
+        self.sizes = SizeDecision(engine, self.precision)
         _check_scales(engine)
         self.monitor: HealthMonitor | None = None
         self.guard: Guard | None = None
@@ -80,14 +83,22 @@ class StepCallbacks:
         close = weakref.WeakMethod(self.close)  # an engine may live until the process ends, not destroyed
         atexit.register(lambda: None if (last := close()) is None else last())
 
-    def before_forward(self, is_training: bool) -> None:
-        """Keep amaxes of an evaluation that is not under `no_grad` apart from those of the step, with delayed scales.
+    def before_forward(self, is_training: bool, batch: Any) -> None:
+        """Prepare for a forward that keeps what a backward needs. Collective if it decides on sizes.
 
+        Amaxes of an evaluation that is not under `no_grad` are kept apart from those of the step, with delayed scales.
         A later forward in training mode shows that it was an evaluation. If the step has none, the amaxes count: a
         model may train in evaluation mode, as one from `from_pretrained` does until `train()` is called.
+
+        Args:
+            batch: the forward's arguments.
         """
+        if self.sizes.is_open:
+            self.sizes.see(batch)
         if is_training:
             self._forget_evaluations()
+            if self.sizes.is_open and not self._between():
+                self.sizes.decide()
         elif self._amaxes_before_evaluation is None and (history := self._engine.fp8.history) is not None:
             # Of inputs alone: the backward of a forward before may come in between.
             self._amaxes_before_evaluation = history.amax_local[INPUT_SLOTS].clone()
@@ -116,6 +127,8 @@ class StepCallbacks:
         self._is_running = True
         self.precision.ended_in_bf16 = self.precision.in_bf16
         try:
+            if self.sizes.is_open:  # all forwards were in evaluation mode, or the engine was compiled after them
+                self.sizes.decide()
             if self._memory is not None and self._memory.after_step() is False:
                 self._leave_out_last_steps()
             if not self.precision.schedule.is_constant:
@@ -174,6 +187,8 @@ class StepCallbacks:
         self.has_graph = False
         self._amaxes_before_evaluation = None
         self._first_micro_step = self._engine.micro_steps
+        if self.sizes.is_open:  # until the next forward decides
+            self.precision.too_small = self.precision.unrecorded
         self.precision.tell_of_resume(self._engine.global_steps)
         self._update_precision()
         if self.monitor is not None:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-FP8_BLOCK = {"enabled": True, "preset": None, "linear": {"filter_fqns": []}}
+FP8_BLOCK = {"enabled": True, "preset": None, "linear": {"filter_fqns": [], "min_size": 0}}
 QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients", "zenflow")
 
 

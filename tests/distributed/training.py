@@ -96,7 +96,9 @@ class TinyLM(nn.Module):
 
 
 def ds_config(stage: int, fp8: dict[str, Any] | None = None, **overrides: Any) -> dict[str, Any]:
-    """A complete configuration; `fp8=None` is stock bf16, `{}` FP8 without a preset. No parameter is persistent."""
+    """A complete configuration; `fp8=None` is stock bf16, `{}` FP8 without a preset, on a GPU with its small linears,
+    too. No parameter is persistent.
+    """
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": MICRO_BATCH,
         "gradient_accumulation_steps": 1,
@@ -109,7 +111,7 @@ def ds_config(stage: int, fp8: dict[str, Any] | None = None, **overrides: Any) -
     if stage == 3:
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     if fp8 is not None:
-        config["fp8"] = {"enabled": True, "preset": None, **fp8}
+        config["fp8"] = {"enabled": True, "preset": None, **fp8, "linear": {"min_size": 0, **fp8.get("linear", {})}}
     for key, value in overrides.items():
         if isinstance(value, dict) and isinstance(config.get(key), dict):
             config[key] = {**config[key], **value}
