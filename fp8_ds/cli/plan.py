@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fp8_ds.nn.plan.flops import Product
 
 _SCHEDULED = "fp8.schedule, in all steps"
-_NUM_SMALL_SHOWN = 4
+_MODES = {"compiled": "in a compiled model", "eager": "in eager mode"}
 
 
 def plan(
@@ -65,7 +65,7 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int | None, setti
     from fp8_ds.engine.presets import facts_of, resolved
     from fp8_ds.errors import ConfigError, UnsupportedError
     from fp8_ds.nn.moe.products import MAX_IN_A_LOOP
-    from fp8_ds.nn.plan.flops import MIN_NUMEL, attention_flops, products
+    from fp8_ds.nn.plan.flops import MIN_MACS, SizeRule, attention_flops, products
     from fp8_ds.nn.plan.plan import make_plan
     from fp8_ds.tools.estimate.model_spec import read_spec, sequence_length
 
@@ -87,8 +87,12 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int | None, setti
     layers = make_plan(module, fp8.linear, may_be_empty=True)
     may_miss = not is_written(block, "schedule", "layers")
     found = _scheduled(products(module, layers), fp8.schedule, total_steps(config), may_miss)
-    small = [row.fqn for row in found if row.in_fp8 and len(row.shape) == 2 and math.prod(row.shape) < MIN_NUMEL]
-    larger = tuple(replace(row, converted=row.converted and row.fqn not in small) for row in layers.layers)
+    num_tokens = seq * number(config.get("train_micro_batch_size_per_gpu"), 1)
+    sizes = {row.fqn: (row.shape[1], row.shape[0]) for row in found if row.in_fp8 and len(row.shape) == 2}
+    small = {}
+    for mode in MIN_MACS:
+        rule = SizeRule.of(fp8.linear.min_size, is_compiled=mode == "compiled")
+        small[mode] = [fqn for fqn, features in sizes.items() if not rule.gains(num_tokens, *features)]
     attention = attention_flops(module, seq)
     total = sum(product.flops for product in found)
     in_fp8 = [product for product in found if product.in_fp8]
@@ -117,8 +121,8 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int | None, setti
         "fp8_percent_of_attention_flops": 100 * attention_in_fp8 / max(attention, 1),
         "gathered_bytes_per_pass": fp8_numel + 2 * (numel - fp8_numel) + beside if world > 1 else 0,
         "schedule_varies": bool(in_fp8 and (fp8.schedule.bf16_until_step or fp8.schedule.bf16_last_fraction)),
+        "tokens": num_tokens,
         "small_layers": small,
-        "filter_fqns_without_small_layers": replace(layers, layers=larger).filter_fqns(),
         "many_experts_by_device": any(len(one.shape) == 3 and one.shape[0] > MAX_IN_A_LOOP for one in in_fp8),
         "layers": found,
     }
@@ -147,8 +151,6 @@ def _print(found: dict[str, Any]) -> None:
     from rich.filesize import decimal
     from rich.table import Table
 
-    from fp8_ds.nn.plan.flops import MIN_NUMEL
-
     out = console()
     out.print(f'"fp8": {json.dumps(found["block"])}', markup=False, soft_wrap=True)
     table = Table("layer", "class", "shape", "computed in", "why")
@@ -176,15 +178,13 @@ def _print(found: dict[str, Any]) -> None:
             "Layers of more than 16 experts are in FP8 on GPUs of compute capability 9.0 or later (but 12.x), else in "
             "bf16."
         )
-    if small := found["small_layers"]:
-        filters = found["filter_fqns_without_small_layers"]
-        how = f': "filter_fqns": {json.dumps(filters)}' if filters else ""
-        if len(small) == found["num_fp8"]:
-            how += '. None would be left in FP8 then: set "optimizer.states" to "fp8", or leave the block out'
+    numbers = {mode: len(names) for mode, names in found["small_layers"].items()}
+    if any(numbers.values()):
+        none = '. Where none is left in FP8, set "optimizer.states" to "fp8", or leave the block out'
         out.print(
-            f"{len(small)} of these are probably no faster in FP8, having less than {MIN_NUMEL / 1e6:.1f} M weights: "
-            f"{', '.join(small[:_NUM_SMALL_SHOWN])}{', ...' if len(small) > _NUM_SMALL_SHOWN else ''}. They may stay "
-            f"bf16{how}."
+            f"Too small to gain, these stay bf16 on GPUs, with {found['tokens']:,} tokens a rank: "
+            f"{' and '.join(f'{number} of them {_MODES[mode]}' for mode, number in numbers.items())}"
+            f"{none if found['num_fp8'] in numbers.values() else ''}."
         )
 
 

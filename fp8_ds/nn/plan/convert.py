@@ -97,7 +97,7 @@ def change_recipes(model: nn.Module, linear_config: LinearConfig, history: AmaxH
             new = RECIPES[linear_config.recipe](linear_config, input_cache)
         new.weight_is_transposed = old.weight_is_transposed
         layer.fp8_recipe = new
-    _set_leaders(model)
+    set_leaders(model)
 
 
 def _converter(modules: Mapping[str, Any], layer: LayerPlan, foreign: ForeignLinears) -> Callable[[Recipe], object]:

@@ -94,6 +94,7 @@ def test_the_version_is_that_of_each_part() -> None:
                 '"fp8": {"enabled": true, "preset": null, "linear": {"recipe": "delayed"',
                 "layers.{0..2}.mlp.down_proj (3)",
                 "ZeRO stage 3",
+                "21 of them in eager mode",
             ),
         ),
         (("plan", "mixtral-8x7b", "--config", CONFIG, *ONE_LAYER, "--set", "num_local_experts=17"), 0, ("16 experts",)),
@@ -221,18 +222,26 @@ def test_a_layer_that_the_schedule_keeps_in_bf16_is_not_called_fp8(tmp_path: Pat
     assert more == 3 * 64 * 128 * (2 if stage == 2 else 1)
 
 
-def test_layers_that_are_too_small_to_gain_are_named_with_the_filter_that_leaves_them_in_bf16(tmp_path: Path) -> None:
-    """They stay in FP8; the filter that is named leaves all of them in bf16, and no other."""
+def test_layers_that_are_too_small_to_gain_are_counted_by_the_tokens_of_a_micro_batch(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     sizes = ("hidden_size=2048", "intermediate_size=8192", "num_attention_heads=16", "num_key_value_heads=4")
     words = [word for size in (*sizes, "num_hidden_layers=1", "vocab_size=100") for word in ("--set", size)]
-    _, found = run("plan", "llama-8b", *words, "--config", written(tmp_path, fp8={}))
-    small = [f"model.layers.0.self_attn.{name}_proj" for name in "kv"]  # 512 x 2048
-    assert found["num_fp8"] == 7 and sorted(found["small_layers"]) == small
-    filters = {"filter_fqns": found["filter_fqns_without_small_layers"]}
-    _, again = run("plan", "llama-8b", *words, "--config", written(tmp_path, fp8={"linear": filters}))
-    assert again["num_fp8"] == 5 and again["small_layers"] == []
-    assert {row["fqn"] for row in again["layers"] if not row["in_fp8"]} == {*small, "lm_head"}
+    both = [f"model.layers.0.self_attn.{name}_proj" for name in "kv"]  # 512 x 2048
+    square = [f"model.layers.0.self_attn.{name}_proj" for name in "qo"]  # 2048 x 2048
+    plan = ("plan", "llama-8b", *words, "--seq", 8192, "--config")
+    for linear, per_gpu, compiled, eager in (
+        ({}, 1, both, [*both, *square]),
+        ({}, 4, both, both),
+        ({"min_size": 8192 * 512 * 2048 + 1}, 1, both, both),
+        ({"min_size": 0}, 1, [], []),
+    ):
+        config = written(tmp_path, fp8={"linear": linear}, train_micro_batch_size_per_gpu=per_gpu)
+        _, found = run(*plan, config)
+        assert (found["tokens"], found["num_fp8"]) == (8192 * per_gpu, 7)  # decided in a run: here they are in FP8
+        assert {mode: sorted(names) for mode, names in found["small_layers"].items()} == {
+            "compiled": sorted(compiled),
+            "eager": sorted(eager),
+        }
 
 
 @pytest.mark.parametrize("command", [("plan",), ("estimate", "--micro-batch", 1, "--seq", 8)])
