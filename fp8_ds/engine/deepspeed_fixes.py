@@ -75,11 +75,20 @@ def finish(engine: Any, zero: Any) -> None:
             store_signatures(zero.module)
 
 
-def before_compiling(engine: Any) -> None:
-    """Apply the repair of an engine in FP8 that is about to compile its model."""
+def before_compiling(engine: Any, has_new_leaves: bool = False) -> str | None:
+    """Apply the repairs of an engine in FP8 that is about to compile its model; return a line for the log, or None."""
     offload = getattr(engine.optimizer, "parameter_offload", None)
-    if offload is not None and engine.fp8.config.has_fix("hook_tracing"):
+    if offload is None:
+        return None
+    config, line = engine.fp8.config, None
+    if config.has_fix("hook_tracing"):
         leave_out_of_graphs(offload)
+    if has_new_leaves and config.has_fix("fetches_ahead"):
+        fetch_further_ahead(engine.optimizer)
+    if has_new_leaves and config.has_fix("max_live_parameters") and (line := raise_max_live_parameters(engine)):
+        bound = engine.zero_max_live_parameters()
+        offload.get_param_coordinator()._PartitionedParameterCoordinator__max_n_available_params = bound
+    return line
 
 
 def disable_timer_sync(config: Any) -> None:

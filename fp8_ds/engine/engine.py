@@ -102,16 +102,19 @@ class Fp8Engine(Fp8Checkpoints):
             self._fp8_step_callbacks.after_step()
 
     def compile(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Compile as DeepSpeed does, with rotary tables made once, no guards on fixed objects, and ZeRO-3's hooks
-        called and not traced."""
+        """Compile as DeepSpeed does, with rotary tables made once, no guards on fixed objects, decoder layers as leaf
+        modules of ZeRO-3, and its hooks called and not traced."""
+        given = inspect.signature(super().compile).bind(*args, **kwargs)  # type: ignore[misc]
         if self.fp8 is not None:
             compiling.allow_more_graphs()
             self._fp8_hooks += compiling.keep_tables(self.module)
-            if line := leaf_modules.hint_on_compiling(self):
+            if leaves := leaf_modules.make_leaves(self):
+                self._fp8_hooks.append(leaves)
+            lines = [leaf_modules.describe(leaves) if leaves else None, leaf_modules.set_prefetch(self)]
+            lines += [deepspeed_fixes.before_compiling(self, leaves is not None)]
+            lines += [leaf_modules.hint_on_live(self) if leaves else None]
+            for line in filter(None, lines):
                 say(line)
-            deepspeed_fixes.before_compiling(self)
-        given = inspect.signature(super().compile).bind(*args, **kwargs)  # type: ignore[misc]
-        if self.fp8 is not None:
             given.arguments["compile_kwargs"] = compiling.without_fixed(given.arguments.get("compile_kwargs", {}))
         super().compile(*given.args, **given.kwargs)  # type: ignore[misc]
         if self._fp8_step_callbacks is not None:

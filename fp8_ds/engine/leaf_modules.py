@@ -1,18 +1,26 @@
-"""Hints and a setting for leaf modules of ZeRO-3, each of which is gathered as a whole."""
+"""Leaf modules of ZeRO-3, each of which is gathered as a whole: `engine.compile()` names them, hints and settings."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from deepspeed.utils import z3_leaf_module
+from deepspeed.runtime.zero.leaf_module_config import DEFAULT_LEAF_MODULE_CLASSES
+from deepspeed.utils import set_z3_leaf_module, z3_leaf_module
 from torch.nn import Module
 
 from fp8_ds.engine.liger_loss import with_liger_loss
+from fp8_ds.nn.plan.ends import layer_lists
+from fp8_ds.zero.sharded import InFlight
 
 BOUND = "stage3_max_live_parameters"
 LIVE_NAMES = (BOUND, "max_live_parameters")
 """Names that DeepSpeed takes for it."""
+PREFETCH = "stage3_prefetch_bucket_size"
+PREFETCH_NAMES = (PREFETCH, "prefetch_bucket_size")
+_COORDINATOR = "_PartitionedParameterCoordinator__"
+"""Prefix of its private attributes."""
 
 
 class Live(NamedTuple):
@@ -33,23 +41,125 @@ class Live(NamedTuple):
         return self.held + self.leaves
 
 
-def hint_on_compiling(engine: Any) -> str | None:
-    """Return a hint if a ZeRO-3 engine to be compiled lacks leaves, or the prefetch of a whole one."""
+class Leaves:
+    """Modules that `engine.compile()` has made leaves; `remove()` takes the flags off again."""
+
+    def __init__(self, modules: list[Module], inner: list[Module]) -> None:
+        self.modules, self._inner = modules, inner
+
+    def remove(self) -> None:
+        for module in self.modules:
+            set_z3_leaf_module(module, False)
+        for module in self._inner:
+            set_z3_leaf_module(module, True)
+
+
+def make_leaves(engine: Any) -> Leaves | None:
+    """Make the layers of a ZeRO-3 engine leaves of the forwards to come; None if that is not to be.
+
+    Call it on all ranks alike, between steps. It does what `zero_optimization.leaf_module` with the layers' class does,
+    but for gradients: DeepSpeed still reduces each as it is made, and not all of a leaf at its end. So a leaf whose
+    input needs no gradient trains, too.
+
+    Modules within a leaf lose DeepSpeed's hooks, at which graphs would end. Those of the leaf itself
+    (runtime/zero/parameter_offload.py) read the flag in each call. DeepSpeed records its trace of the model anew.
+    """
+    if not engine.zero_optimization_partition_weights() or _names_leaves(engine):
+        return None
+    model, zero = engine.module, engine.optimizer
+    leaves = _repeated_layers(model)
+    if not leaves:
+        return None
+    inside = _modules_inside(model, leaves)
+    made = Leaves(leaves, [module for module in inside if z3_leaf_module(module)])
+    for module in made._inner:
+        set_z3_leaf_module(module, False)
+    for module in leaves:
+        set_z3_leaf_module(module, True)
+    offload = zero.parameter_offload
+    tables = {id(table) for module in inside for table in (module._forward_hooks, module._forward_pre_hooks)}
+    for handles in (offload.forward_hooks, offload.backward_hooks):
+        for handle in [handle for handle in handles if id(handle.hooks_dict_ref()) in tables]:
+            handle.remove()
+            handles.remove(handle)
+    _forget_trace(offload.get_param_coordinator())
+    zero._fp8_shards.in_flight = InFlight(model)
+    return made
+
+
+def describe(made: Leaves) -> str:
+    return (
+        f"fp8: {len(made.modules)} leaf modules of ZeRO-3: {type(made.modules[0]).__name__}, each of which is one "
+        "graph and is gathered as a whole: zero_optimization.leaf_module is not set. It names others, or with no "
+        "classes none"
+    )
+
+
+def _names_leaves(engine: Any) -> bool:
+    """Whether the user has said what is a leaf, in JSON or by DeepSpeed's functions; DeepSpeed's own choice is none."""
+    zero = engine._config._param_dict.get("zero_optimization", {})
+    return "leaf_module" in zero or any(
+        f"{type(leaf).__module__}.{type(leaf).__qualname__}" not in DEFAULT_LEAF_MODULE_CLASSES
+        for leaf in _leaves(engine.module)
+    )
+
+
+def _repeated_layers(model: Module) -> list[Module]:
+    """Return the entries of one class, that with most weights in FP8, of the model's lists of layers."""
+    lists = layer_lists(model, lambda module: any(hasattr(p, "_fp8") for p in module.parameters(recurse=False)))
+    sizes: Counter[type[Module]] = Counter()
+    for layer in (layer for layers in lists.values() for layer in layers):
+        if type(layer).forward is not Module.forward:  # else its parts are called, and not itself
+            sizes[type(layer)] += sum(getattr(p, "ds_numel", 0) for p in layer.parameters() if hasattr(p, "_fp8"))
+    kind = max(sizes, key=lambda kind: sizes[kind], default=None)
+    return [layer for name in lists for layer in model.get_submodule(name).children() if type(layer) is kind]
+
+
+def _modules_inside(model: Module, leaves: list[Module]) -> list[Module]:
+    """Return the modules that are reached through `leaves` only."""
+    reached, waiting = set(leaves), [model]
+    while waiting:
+        module = waiting.pop()
+        if module not in reached:
+            reached.add(module)
+            waiting += module.children()
+    return [module for leaf in leaves for module in leaf.modules() if module not in reached]
+
+
+def _forget_trace(coordinator: Any) -> None:
+    """Let DeepSpeed record anew which modules follow each other.
+
+    It keeps what to release after a module in a step of the trace in a cache, which outlives the trace.
+    """
+    if not coordinator.is_invalid_trace():
+        coordinator._invalidate_trace()
+    cached = getattr(type(coordinator), f"{_COORDINATOR}params_to_release")
+    for function in (cached, *(cell.cell_contents for cell in cached.__closure__ or ())):
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
+
+
+def set_prefetch(engine: Any) -> str | None:
+    """Let a ZeRO-3 engine prefetch a whole leaf, if nobody has set how much; else return a hint if that is less."""
     if not engine.zero_optimization_partition_weights():
         return None
-    largest = max((_num_gathered(leaf.parameters()) for leaf in _leaves(engine.module)), default=None)
-    if largest is None:
-        return (
-            "fp8: under ZeRO-3 every linear compiles to a graph of its own. With the decoder layer's class in "
-            "zero_optimization.leaf_module each layer is one graph, which is faster and is gathered as a whole. Let "
-            "stage3_prefetch_bucket_size be at least a layer's number of weights then."
-        )
+    largest = max((_num_gathered(leaf.parameters()) for leaf in _leaves(engine.module)), default=0)
     prefetched = engine.zero_prefetch_bucket_size()
-    if prefetched >= largest:
+    if not largest or prefetched == largest:
+        return None
+    if not _names(engine, PREFETCH_NAMES):
+        engine._config.zero_config.prefetch_bucket_size = largest
+        coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+        setattr(coordinator, f"{_COORDINATOR}prefetch_bucket_sz", largest)
+        return (
+            f"fp8: {PREFETCH} is {largest:,}, the weights of the largest leaf module, and not {prefetched:,}: it is "
+            "not set"
+        )
+    if prefetched > largest:
         return None
     return (
-        f"fp8: zero_optimization.stage3_prefetch_bucket_size: expected at least {largest:,}, the weights of the "
-        f"largest leaf_module, got {prefetched:,}. Each leaf waits for a part of its own gather: raise it."
+        f"fp8: zero_optimization.{PREFETCH}: expected at least {largest:,}, the weights of the largest leaf module, "
+        f"got {prefetched:,}. Each leaf waits for a part of its own gather: raise it, or leave it out."
     )
 
 
@@ -124,7 +234,11 @@ def live_weights(model: Module, reuse_distance: int, holds_head: bool, threshold
 
 
 def names_bound(engine: Any) -> bool:
-    return not engine._config._param_dict.get("zero_optimization", {}).keys().isdisjoint(LIVE_NAMES)
+    return _names(engine, LIVE_NAMES)
+
+
+def _names(engine: Any, names: Iterable[str]) -> bool:
+    return not engine._config._param_dict.get("zero_optimization", {}).keys().isdisjoint(names)
 
 
 def needed_bound(engine: Any) -> int:

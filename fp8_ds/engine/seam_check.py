@@ -53,10 +53,10 @@ def _bare(symbol: Any) -> Any:
     """Return the function under decorators. DeepSpeed's NVTX decorator keeps it in a closure only."""
     symbol = inspect.unwrap(symbol)
     while getattr(symbol, "__closure__", None) and tuple(inspect.signature(symbol).parameters) == ("args", "kwargs"):
-        inner = [cell.cell_contents for cell in symbol.__closure__ if inspect.isfunction(cell.cell_contents)]
+        inner = [inspect.unwrap(cell.cell_contents) for cell in symbol.__closure__ if callable(cell.cell_contents)]
         if len(inner) != 1:
             break
-        symbol = inspect.unwrap(inner[0])
+        symbol = inner[0]
     return symbol
 
 

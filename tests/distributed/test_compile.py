@@ -244,6 +244,85 @@ def test_leaves_of_zero_3_change_no_bit(ranks: Any) -> None:
         assert plain == with_leaves == recommended and len(set(plain)) == NUM_STEPS
 
 
+def run_of_layers(zero: dict[str, Any], first_compiled: int, fp8: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Train a Llama of two layers, whose weights ZeRO-3 releases at once, and compile it twice before a step."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+    from deepspeed.utils import get_z3_leaf_modules
+
+    losses, left = [], []
+    with observed() as events:
+        engine = build(3, fp8, {"stage3_max_reuse_distance": 0} | zero, 2, **options)
+        for step in range(NUM_STEPS):
+            for _ in range(2 * (step == first_compiled)):
+                engine.compile(backend="aot_eager")
+            tokens = tokens_of(engine, step)
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            left.append(sum(p.ds_status != ZeroParamStatus.NOT_AVAILABLE for p in engine.module.parameters()))
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss))
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    module, prefetched = engine.module, engine.zero_prefetch_bucket_size()
+    found = {"losses": losses, "state": training.fp8_state(engine), "graphs": graphs, "breaks": len(events.breaks)}
+    found |= {"leaves": [type(leaf).__name__ for leaf in get_z3_leaf_modules(module)], "prefetched": prefetched}
+    training.destroy(engine)
+    return found | {"left": left[-1], "leaves_at_end": len(get_z3_leaf_modules(module))}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "first_compiled", "fp8", "checkpointing"),
+    [
+        (1, 3, DELAYED, False),
+        (2, 0, {}, False),
+        pytest.param(2, 3, RELEASE, True, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_compile_makes_decoder_layers_leaves_as_leaf_module_in_the_configuration_does(
+    ranks: Any, num_ranks: int, first_compiled: int, fp8: dict[str, Any], checkpointing: bool
+) -> None:
+    """Before the first step, and when DeepSpeed has recorded its trace and released by it."""
+    pytest.importorskip("transformers")
+
+    def run(**zero: Any) -> list[dict[str, Any]]:
+        return ranks(num_ranks).run(run_of_layers, zero, first_compiled, fp8, checkpointing=checkpointing)
+
+    a_layer, layers = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160 + 2 * 64, ["LlamaDecoderLayer"] * 2
+    for made, named, none in zip(run(), run(**LEAF), run(leaf_module={"classes": []}), strict=True):
+        assert made["losses"] == named["losses"] == none["losses"]
+        training.assert_fp8_equals(made["state"], named["state"])
+        assert (made["graphs"], made["leaves"], made["left"]) == (named["graphs"], layers, named["left"])
+        assert made["prefetched"] == named["prefetched"] == a_layer
+        assert made["graphs"] < none["graphs"] and made["breaks"] <= none["breaks"]
+        assert (made["leaves_at_end"], none["leaves"], none["prefetched"]) == (0, [], 50_000_000)
+
+
+def losses_with_a_frozen_embedding() -> list[list[float]]:
+    found = []
+    for is_compiled in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            start = training.start
+
+            def frozen(net: Any, config: dict[str, Any], start: Any = start) -> Any:
+                net.get_input_embeddings().requires_grad_(False)
+                return start(net, config)
+
+            patch.setattr(training, "start", frozen)
+            engine = build(3, {}, {"stage3_max_reuse_distance": 0}, 2)
+        if is_compiled:
+            engine.compile(backend="aot_eager")
+        found.append(train(engine, 3))
+        training.destroy(engine)
+    return found
+
+
+def test_a_leaf_that_compile_has_made_trains_though_its_input_needs_no_gradient(ranks: Any) -> None:
+    """With `leaf_module` the first backward fails, in stock too."""
+    pytest.importorskip("transformers")
+    for eager, compiled in ranks(2).run(losses_with_a_frozen_embedding):
+        assert compiled == eager
+
+
 ON_CPU = [
     cells.Cell("tensorwise", "e4m11", "3 leaf", "mixtral", "compile", "evaluation"),
     cells.Cell("delayed", "e4m19", "1", "qwen2", "reduce-overhead", "accumulation"),

@@ -36,16 +36,20 @@ class Block(nn.Module):
         return x + h
 
 
-def build(fp8: dict[str, Any] | None, num_blocks: int = NUM_BLOCKS, accumulation: int = 1, **zero_keys: Any) -> Any:
+def build(
+    fp8: dict[str, Any] | None,
+    num_blocks: int = NUM_BLOCKS,
+    accumulation: int = 1,
+    names_leaves: bool = True,
+    **zero_keys: Any,
+) -> Any:
     import deepspeed
 
     import fp8_ds  # noqa: F401
 
-    zero = {
-        "leaf_module": {"classes": [f"{Block.__module__}.{Block.__qualname__}"]},
-        "stage3_param_persistence_threshold": 100,
-        **zero_keys,
-    }
+    zero = {"stage3_param_persistence_threshold": 100, **zero_keys}
+    if names_leaves:
+        zero["leaf_module"] = {"classes": [f"{Block.__module__}.{Block.__qualname__}"]}
     torch.manual_seed(0)
     net = training.TinyLM(num_blocks=0)
     net.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
@@ -104,13 +108,25 @@ def own_bound(live: int) -> Iterator[None]:
         DeepSpeedZeroConfig.model_rebuild(force=True)
 
 
-def blocks_that_are_late(**keys: int) -> list[bool]:
-    """Whether each block of a third step, forward and backward, is gathered only when it is needed."""
+def blocks_that_are_late(num_before_compile: int | None = None, **keys: int) -> list[bool]:
+    """Whether each block of a third step, forward and backward, is gathered only when it is needed.
+
+    Args:
+        num_before_compile: steps before `compile()`, which makes the blocks leaves; else the configuration does.
+    """
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-    a_block = 4 * 64 * 64
     with own_bound(1):
-        engine = build({}, num_blocks=8, stage3_prefetch_bucket_size=a_block, stage3_max_reuse_distance=0, **keys)
+        if num_before_compile is None:
+            a_block = 4 * 64 * 64
+            zero = {"stage3_prefetch_bucket_size": a_block, **keys}
+            engine = build({}, num_blocks=8, stage3_max_reuse_distance=0, **zero)
+        else:
+            engine = build({}, num_blocks=8, stage3_max_reuse_distance=0, names_leaves=False, **keys)
+            for step in range(num_before_compile):
+                engine.backward(engine(training.micro_batches(step, 1)[0]))
+                engine.step()
+            engine.compile(backend="eager")
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
     stock, late = coordinator.fetch_sub_module, []
 
@@ -132,3 +148,45 @@ def blocks_that_are_late(**keys: int) -> list[bool]:
 def test_every_leaf_is_prefetched_where_nobody_has_set_a_bound_on_live_weights() -> None:
     assert blocks_that_are_late() == [False] * 16
     assert any(blocks_that_are_late(stage3_max_live_parameters=1))
+
+
+@on_ranks(1)
+def test_every_leaf_that_compile_makes_is_prefetched_where_nobody_has_set_how_much() -> None:
+    for num_before in (0, 3):
+        assert blocks_that_are_late(num_before) == [False] * 16
+    assert any(blocks_that_are_late(0, stage3_prefetch_bucket_size=1))
+    assert any(blocks_that_are_late(0, stage3_max_live_parameters=1))
+
+
+def weights_there_after_release(num_before_compile: int) -> list[int]:
+    """Weights of each block that are there after DeepSpeed has released it, forward and backward, in a fourth step.
+
+    With four blocks one is released in the step of the trace in which it was before it was a leaf.
+    """
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    engine = build({}, num_blocks=4, stage3_max_reuse_distance=0, names_leaves=False)
+    for step in range(num_before_compile):
+        engine.backward(engine(training.micro_batches(step, 1)[0]))
+        engine.step()
+    engine.compile(backend="eager")
+    coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+    stock, left = coordinator.release_sub_module, []
+
+    def release(module: nn.Module, forward: bool = False) -> None:
+        stock(module, forward)
+        if isinstance(module, Block):
+            left.append(sum(p.ds_status != ZeroParamStatus.NOT_AVAILABLE for p in module.parameters()))
+
+    coordinator.release_sub_module = release
+    for step in range(4):
+        left.clear()
+        engine.backward(engine(training.micro_batches(step, 1)[0]))
+        engine.step()
+    training.destroy(engine)
+    return left
+
+
+@on_ranks(1)
+def test_a_leaf_that_compile_makes_after_some_steps_is_released_as_one_that_it_makes_before_them() -> None:
+    assert weights_there_after_release(3) == weights_there_after_release(0)

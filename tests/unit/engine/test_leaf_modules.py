@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from fp8_ds.engine import deepspeed_fixes, leaf_modules
 
@@ -90,3 +90,47 @@ def test_a_bound_that_suffices_stays_and_nothing_is_said_without_leaves_or_shard
     one = engine("liger", reuse=10**9, key="stage", **options)
     assert leaf_modules.hint_on_live(one) is None and deepspeed_fixes.raise_max_live_parameters(one) is None
     assert one.zero_max_live_parameters() == options["live"]
+
+
+class Block(nn.Module):
+    """A layer of a list, with a linear that is in FP8 or not."""
+
+    def __init__(self, is_fp8: bool, width: int = 4) -> None:
+        super().__init__()
+        self.linear: Any = nn.Linear(width, width, bias=False)
+        if is_fp8:
+            self.linear.weight._fp8 = None
+        self.linear.weight.ds_numel = width * width
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y
+
+
+class Wide(Block):
+    pass
+
+
+def test_leaves_are_the_layers_of_one_class_with_most_weights_in_fp8() -> None:
+    model: Any = nn.Module()
+    model.vision, model.text = nn.Module(), nn.Module()
+    model.vision.layers = nn.ModuleList(Block(True) for _ in range(5))
+    model.text.layers = nn.ModuleList([Wide(False, 8), Wide(True, 8), Wide(True, 8), Block(True)])  # the first in bf16
+    assert leaf_modules._repeated_layers(model) == list(model.text.layers)[:3]
+    model.text.layers[2].linear.weight.ds_numel = 1
+    assert leaf_modules._repeated_layers(model) == [*model.vision.layers, model.text.layers[3]]
+    assert leaf_modules._repeated_layers(nn.Sequential(Block(True), Block(True))) == []
+
+
+def test_a_list_whose_entries_are_not_called_has_no_leaves() -> None:
+    model: Any = nn.Module()
+    model.layers = nn.ModuleList(nn.ModuleDict({"linear": Block(True)}) for _ in range(2))
+    assert leaf_modules._repeated_layers(model) == []
+
+
+def test_modules_that_are_used_outside_of_the_leaves_too_are_not_inside() -> None:
+    model: Any = nn.Module()
+    shared, blocks = nn.Identity(), [Block(True), Block(True)]
+    blocks[1].shared = shared
+    model.layers, model.shared = nn.ModuleList(blocks), shared
+    assert leaf_modules._modules_inside(model, blocks) == [blocks[0].linear, blocks[1].linear]
