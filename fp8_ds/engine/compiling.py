@@ -1,7 +1,9 @@
-"""Changes of `engine.compile()`: the limit of graphs, guards on our own fixed objects, rotary tables made once."""
+"""Changes of `engine.compile()`: the limit of graphs, guards on our own fixed objects, rotary tables made once, logits
+without a gradient."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Sequence
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from fp8_ds.errors import UnsupportedError
 from fp8_ds.ops._register import register
 
 RECOMPILE_LIMIT = 32
@@ -134,3 +137,66 @@ def _kept(value: Any) -> Any:
 
 
 _op = register("table(Tensor x) -> Tensor", torch.clone, torch.empty_like)
+
+
+class DetachedLogits:
+    """Logits that a compiled model returns beside the loss, without a gradient in its graph; `remove()` undoes it.
+
+    AOTAutograd makes a gradient of zeros for each output that has one, if nobody computes it: as large as the logits,
+    filled and added. So they leave the graph detached, and come out of `forward` with a backward that raises, before
+    any hook. Only in training, and only in an output of transformers with a loss, which it has when it is given labels.
+
+    Args:
+        module: the model that is compiled. torch calls its hooks and `forward` one by one, and makes graphs of each.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._forward = module, module.forward
+        self._before = module.__dict__.get("forward")
+        functools.update_wrapper(self, module.forward)  # Trainer reads its signature, liger_loss.py its module
+        module.forward = self
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._in_graph(*args, **kwargs)
+        if self._module.training and _has_logits(output) and not output["logits"].requires_grad:
+            output["logits"] = _Detached.apply(output["logits"], output["loss"])
+        return output
+
+    def _in_graph(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._forward(*args, **kwargs)
+        if self._module.training and _has_logits(output):
+            output["logits"] = output["logits"].detach()
+        return output
+
+    def remove(self) -> None:
+        """Put the model's own `forward` back, unless another has taken its place."""
+        if self._module.__dict__.get("forward") is not self:
+            return
+        del self._module.forward
+        if self._before is not None:
+            self._module.forward = self._before
+
+
+def _has_logits(output: Any) -> bool:
+    """Whether a model's output is one of transformers with a loss to train by, and logits."""
+    if not (isinstance(output, dict) and hasattr(output, "loss") and torch.is_grad_enabled()):
+        return False
+    loss, logits = output.get("loss"), output.get("logits")
+    return isinstance(loss, Tensor) and loss.requires_grad and isinstance(logits, Tensor)
+
+
+class _Detached(torch.autograd.Function):
+    """Logits with their values, whose backward raises."""
+
+    @staticmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(ctx: Any, logits: Tensor, loss: Tensor) -> Tensor:
+        return logits.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise UnsupportedError(
+            "logits: expected no gradient of the logits that a compiled model returns beside its loss, got one. Leave "
+            "labels out of the batch, and compute the whole loss from the logits, which have a gradient then."
+        )

@@ -70,7 +70,7 @@ class Fp8Engine(Fp8Checkpoints):
         return zero
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        self._fp8_hooks: list[RemovableHandle] = []
+        self._fp8_hooks: list[Any] = []  # things with `remove()`
         super().__init__(*args, **kwargs)
         if self.fp8 is not None:
             self._fp8_step_callbacks = StepCallbacks(self)
@@ -103,7 +103,7 @@ class Fp8Engine(Fp8Checkpoints):
 
     def compile(self: Any, *args: Any, **kwargs: Any) -> None:
         """Compile as DeepSpeed does, with rotary tables made once, no guards on fixed objects, decoder layers as leaf
-        modules of ZeRO-3, and its hooks called and not traced."""
+        modules of ZeRO-3, its hooks called and not traced, and logits beside a loss without a gradient."""
         given = inspect.signature(super().compile).bind(*args, **kwargs)  # type: ignore[misc]
         if self.fp8 is not None:
             compiling.allow_more_graphs()
@@ -119,6 +119,10 @@ class Fp8Engine(Fp8Checkpoints):
         super().compile(*given.args, **given.kwargs)  # type: ignore[misc]
         if self._fp8_step_callbacks is not None:
             self._fp8_step_callbacks.sizes.reopen()
+        # In ZeRO-3 a graph ends behind the head, and logits are no output of the loss's.
+        is_new = not any(isinstance(hook, compiling.DetachedLogits) for hook in self._fp8_hooks)
+        if self.fp8 is not None and is_new and not self.zero_optimization_partition_weights():
+            self._fp8_hooks.append(compiling.DetachedLogits(self.module))
 
     def set_layer_precision(self: Any, names: str | Collection[str], precision: Request) -> list[str]:
         """Set the precision of layers from the next step on, whatever the schedule; "schedule" follows it again.

@@ -15,6 +15,9 @@ import pytest
 import torch
 import training
 from support.models import Llama
+from support.ranks import on_ranks
+
+from fp8_ds.errors import UnsupportedError
 
 pytestmark = pytest.mark.distributed
 
@@ -295,6 +298,26 @@ def test_compile_makes_decoder_layers_leaves_as_leaf_module_in_the_configuration
         assert made["prefetched"] == named["prefetched"] == a_layer
         assert made["graphs"] < none["graphs"] and made["breaks"] <= none["breaks"]
         assert (made["leaves_at_end"], none["leaves"], none["prefetched"]) == (0, [], 50_000_000)
+
+
+@on_ranks(1)
+def test_logits_beside_a_compiled_loss_raise_in_a_backward_and_have_their_gradient_without_labels() -> None:
+    pytest.importorskip("transformers")
+    engine, tokens = build(2, {}), training.micro_batches(0, 1)[0]
+    own = engine.module.forward
+    for _ in range(2):
+        engine.compile(backend="aot_eager")
+    output = engine(input_ids=tokens, labels=tokens)
+    with pytest.raises(UnsupportedError, match="Leave labels out"):
+        engine.backward(output.loss + output.logits.float().square().mean())
+    training.destroy(engine)
+    assert own == engine.module.forward
+    engine = build(2, {})
+    engine.compile(backend="aot_eager")
+    engine.backward(engine(input_ids=tokens).logits.float().square().mean())
+    engine.step()
+    assert engine.get_global_grad_norm() > 0
+    training.destroy(engine)
 
 
 def losses_with_a_frozen_embedding() -> list[list[float]]:

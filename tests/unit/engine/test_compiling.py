@@ -1,10 +1,13 @@
-"""Compiled engines: fewer guards, rotary tables made once, more graphs; all with the bits of eager."""
+"""Compiled engines: fewer guards, rotary tables made once, more graphs, no gradient of logits that nobody reads; all
+with the bits of eager."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,6 +22,7 @@ from torch._dynamo.backends.common import aot_autograd
 from fp8_ds.config import LinearConfig
 from fp8_ds.engine import compiling
 from fp8_ds.engine.compiling import keep_tables
+from fp8_ds.errors import UnsupportedError
 from fp8_ds.nn.plan.convert import apply_plan
 from fp8_ds.nn.plan.plan import make_plan
 from fp8_ds.testing import assert_bitwise
@@ -211,3 +215,134 @@ def test_tables_with_a_gradient_keep_it() -> None:
     cos, _ = torch.compile(module, backend="aot_eager", fullgraph=True)(x)
     cos.sum().backward()
     assert x.grad is not None and bool(x.grad.abs().sum() > 0)
+
+
+class LogitsRun(NamedTuple):
+    loss: float
+    logits: Tensor
+    gradients: dict[str, Tensor]
+    tangents: list[list[torch.Size]]
+
+
+def run_with_logits(*, detaches: bool, has_labels: bool = True, is_training: bool = True) -> LogitsRun:
+    """Two steps of a compiled Llama; of the last one, by the model's loss, or by one of the logits without labels.
+
+    tangents: shapes of the gradients that each backward graph takes.
+    """
+    torch._dynamo.reset()
+    model, tangents = llama().train(is_training), []
+
+    def backward(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        found = [node.meta["val"].shape for node in graph.graph.nodes if node.name.startswith("tangents")]
+        tangents.append(found)
+        return make_boxed_func(graph.forward)
+
+    def forward(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        return make_boxed_func(graph.forward)
+
+    model.compile(backend=aot_autograd(fw_compiler=forward, bw_compiler=backward))
+    if detaches:
+        compiling.DetachedLogits(model)
+    tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % 64
+    for _ in range(2):
+        model.zero_grad()
+        output = model(input_ids=tokens, **({"labels": tokens} if has_labels else {}))
+        loss = output.loss if has_labels else torch.nn.functional.cross_entropy(output.logits[0].float(), tokens[0])
+        loss.backward()
+    assert list(output) == (["loss", "logits"] if has_labels else ["logits"])
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    assert len(gradients) == len(list(model.parameters()))
+    return LogitsRun(float(loss), output.logits.detach(), gradients, tangents)
+
+
+LOGITS = torch.Size([2, LENGTH, 64])
+
+
+@pytest.mark.parametrize(
+    ("has_labels", "is_training", "tangents"),
+    [(True, True, [torch.Size([])]), (False, True, [LOGITS]), (True, False, [torch.Size([]), LOGITS])],
+    ids=["training", "no labels", "evaluation"],
+)
+def test_logits_beside_a_loss_in_training_have_no_gradient_in_the_graph_and_all_else_is_as_without(
+    has_labels: bool, is_training: bool, tangents: list[torch.Size]
+) -> None:
+    run, stock = (
+        run_with_logits(detaches=detaches, has_labels=has_labels, is_training=is_training) for detaches in (True, False)
+    )
+    assert run.tangents == [tangents] and stock.tangents == [[torch.Size([]), LOGITS] if has_labels else [LOGITS]]
+    assert run.loss == stock.loss
+    assert_bitwise(run.logits, stock.logits)
+    for name, gradient in run.gradients.items():
+        assert_bitwise(gradient, stock.gradients[name])
+
+
+def test_a_loss_of_logits_beside_the_models_own_raises_what_to_do_and_no_hook_sees_other_logits() -> None:
+    model, seen = llama().train(), []
+    original = model.forward
+    model.compile(backend="aot_eager")
+    detached = compiling.DetachedLogits(model)
+    model.register_forward_hook(lambda module, args, output: seen.append(output["logits"].requires_grad))
+    tokens = torch.arange(LENGTH).view(1, LENGTH)
+    for output in (model(input_ids=tokens, labels=tokens), copy.deepcopy(model)(input_ids=tokens, labels=tokens)):
+        assert output[1] is output.logits and output["logits"] is output.logits
+        with pytest.raises(UnsupportedError, match="Leave labels out of the batch"):
+            (output.loss + output.logits.float().log_softmax(-1).mean()).backward()
+    assert seen == [True, True]
+    assert inspect.signature(model.forward) == inspect.signature(original)
+    detached.remove()
+    assert model.forward == original
+
+
+def test_outputs_that_are_not_of_transformers_stay() -> None:
+    class Pair(nn.Module):
+        def __init__(self, kind: Any) -> None:
+            super().__init__()
+            self.linear, self.kind = nn.Linear(4, 4), kind
+
+        def forward(self, x: Tensor) -> Any:
+            y = self.linear(x)
+            return self.kind((("loss", y.mean()), ("logits", y))) if self.kind is dict else (y.mean(), y)
+
+    for kind in (dict, tuple):
+        model = Pair(kind)
+        model.compile(backend="aot_eager")
+        compiling.DetachedLogits(model)
+        output = model(torch.ones(2, 4))
+        logits = output["logits"] if kind is dict else output[1]
+        logits.sum().backward()
+        assert model.linear.weight.grad is not None
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.1])
+def test_trainer_with_label_smoothing_and_metrics_trains_and_evaluates_as_without(
+    factor: float, tmp_path: Path
+) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    found: list[Tensor] = []
+
+    def keep(given: Any) -> dict[str, float]:
+        found.append(torch.tensor(given.predictions))
+        return {}
+
+    tokens = [(torch.arange(LENGTH) + k) % 64 for k in range(4)]
+    rows: Any = [{"input_ids": one, "labels": one} for one in tokens]
+    for detaches in (False, True):
+        torch._dynamo.reset()
+        model = llama()
+        found.append(next(model.parameters()).detach().clone())
+        model.compile(backend="aot_eager")
+        if detaches:
+            compiling.DetachedLogits(model)
+        options = {"use_cpu": True, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
+        arguments = TrainingArguments(
+            str(tmp_path), max_steps=2, learning_rate=0.1, label_smoothing_factor=factor, **options
+        )
+        trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, compute_metrics=keep)
+        trainer.train()
+        trainer.evaluate()
+        found.append(next(model.parameters()).detach().clone())
+    start, stock_logits, stock, _, logits, weight = found
+    assert not torch.equal(start, stock)
+    assert_bitwise(logits, stock_logits)
+    assert_bitwise(weight, stock)
