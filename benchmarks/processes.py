@@ -28,14 +28,22 @@ ERROR_CHARS = 3000
 def run_or_end(command: Sequence[str], limit: float, *, grace: float = 10.0, **options: Any) -> int:
     """Exit status of `command`; `ENDED` if it and what it started had to be ended.
 
+    Args:
+        limit, grace: of `wait_or_end`.
+        options: of `subprocess.Popen`.
+    """
+    return wait_or_end(subprocess.Popen(command, start_new_session=True, **options), limit, grace=grace)
+
+
+def wait_or_end(process: subprocess.Popen[Any], limit: float, *, grace: float = 10.0) -> int:
+    """Exit status of a process in a session of its own; `ENDED` if it and what it started had to be ended.
+
     Launchers are asked first: torchrun's ranks are in sessions of their own, and only it knows them.
 
     Args:
         limit: seconds until it is ended.
         grace: seconds from SIGTERM to SIGKILL, both to its whole process group.
-        options: of `subprocess.Popen`.
     """
-    process = subprocess.Popen(command, start_new_session=True, **options)
     try:
         return process.wait(limit)
     except subprocess.TimeoutExpired:

@@ -6,31 +6,48 @@ import json
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from itertools import combinations, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 
 @pytest.fixture
+def benchmark(root: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """benchmark(name): a script of benchmarks/, imported."""
+    monkeypatch.syspath_prepend(str(root / "benchmarks"))
+    return import_module
+
+
+@pytest.fixture(scope="session")
+def text_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For the tokens of a dry run, which take some ten seconds."""
+    return tmp_path_factory.mktemp("text")
+
+
+@pytest.fixture
 def run_main(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cpu_environment: dict[str, str]
+    benchmark: Callable[[str], Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    cpu_environment: dict[str, str],
 ) -> Callable[..., str]:
     """run_main(name, *arguments): what the script prints; its workers are processes of their own."""
 
     def run(name: str, *arguments: object) -> str:
-        monkeypatch.syspath_prepend(str(root / "benchmarks"))
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
         for key in ("PATH", "PYTHONPATH"):
             monkeypatch.setenv(key, cpu_environment[key])
-        import_module(name).main()
+        benchmark(name).main()
         return capsys.readouterr().out
 
     return run
 
 
-def test_end_to_end_gives_speed_and_losses(run_main: Callable[..., str], tmp_path: Path) -> None:
+def test_end_to_end_gives_speed_and_losses(run_main: Callable[..., str], text_cache: Path, tmp_path: Path) -> None:
     arms = ("--reference", "torch-eager", "--arms", "ours-e4m11-eager")
-    own = ("--steps", 40, "--cache", tmp_path / "text", "--out", tmp_path / "out")
+    own = ("--steps", 40, "--cache", text_cache, "--out", tmp_path / "out")
     run_main("end_to_end", "--model", "tiny-llama", *arms, *own)
     (path,) = (tmp_path / "out").glob("*-training.json")
     assert str(tmp_path) not in path.read_text()
@@ -63,3 +80,98 @@ def test_linear_sizes_measures_each_cell_once(run_main: Callable[..., str], tmp_
     run_main("linear_sizes", "--out", tmp_path)
     again = json.loads(path.read_text())["cells"]
     assert again[:3] == cells[1:] and len(again) == 4  # the missing one is measured, the others are kept
+
+
+def test_rows_out_of_box_contain_every_pair(benchmark: Callable[[str], Any]) -> None:
+    script = benchmark("out_of_box")
+    rows = script.ROWS
+    assert len(set(rows)) == len(rows) <= 36
+    levels = [sorted(set(column)) for column in zip(*rows, strict=True)]
+    assert levels == [
+        sorted(["llama", "qwen2", "mistral", "gemma2", "phi3", "gpt2", "gpt_neox", "mixtral"]),
+        [768, 1024, 2048, 4096, 8192],
+        [2, 3],
+        ["compiled", "eager"],
+        ["checkpointed", "kept"],
+        ["enabled", "fast"],
+    ]
+    for number, column in enumerate(zip(*rows, strict=True)):
+        assert min(column.count(level) for level in levels[number]) >= 3
+    for one, other in combinations(range(len(levels)), 2):
+        pairs = set(product(levels[one], levels[other]))
+        if (one, other) == (0, 1):  # 8192 is for some models only
+            pairs = {pair for pair in pairs if pair[1] != 8192}
+        assert pairs <= {(row[one], row[other]) for row in rows}
+    # Compiled bf16 beside eager rows comes last; a row's own runs come before those of the next.
+    names = [run.name for run in script.wanted(rows)]
+    assert names[:4] == [
+        "llama 4096 2 eager kept bf16",
+        "llama 4096 2 compiled kept enabled",
+        "llama 4096 2 compiled kept bf16",
+        "llama 4096 2 compiled kept fast",
+    ]
+    assert len(set(names)) == len(names) and names[-1].endswith("compiled kept bf16")
+
+
+def test_steps_in_bf16_are_timed_apart(benchmark: Callable[[str], Any]) -> None:
+    run, script = benchmark("out_of_box_run"), benchmark("out_of_box")
+    blocks = [run.Block(last, 500.0 if last <= 40 else 10.0, last / 10, 4.0, 0) for last in range(4, 97, 4)]
+    blocks += [run.Block(100, 900.0, 10.0, 9.0, 7)]  # takes the step at which it compiles again
+    blocks += [run.Block(last, ms, 0.0, 6.0, 7) for last, ms in ((104, 90.0), (108, 20.0), (112, 20.0), (116, 21.0))]
+    found = run.phases(blocks, 40, 100)
+    assert (found["step_ms"], found["bf16_ms"], found["gib"], found["bf16_gib"]) == (10, 20, 4, 6)
+    assert (found["loss"], found["first_s"], found["switch_s"]) == (9.2, 2, 3.6)  # (8.4 + 8.8 + 9.2 + 9.6 + 10) / 5
+    assert script.mean_ms(found) == pytest.approx(0.97 * 10 + 0.03 * 20)
+    assert script.mean_ms(run.phases(blocks[:24], 40, 100)) == 10
+    always = [block._replace(num_in_bf16=7) for block in blocks]  # too small for FP8
+    assert run.phases(always, 40, 100) == found | {"switch_s": None}
+
+
+def test_out_of_box_measures_what_is_missing(
+    run_main: Callable[..., str],
+    benchmark: Callable[[str], Any],
+    text_cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    script = benchmark("out_of_box")
+    (row,) = (row for row in script.ROWS if row[:3] == ("gpt_neox", 4096, 2))
+    block = {"enabled": True, "schedule": {"bf16_last_fraction": 0.03}}
+    monkeypatch.setattr(script, "ROWS", (row,))
+    monkeypatch.setattr(script, "SETTINGS", {"bf16": None, "enabled": block})
+    run_main("out_of_box", "--cache", text_cache, "--out", tmp_path)
+    (path,) = tmp_path.glob("*-out-of-box.json")
+    state = json.loads(path.read_text())
+    eager, ours, compiled = (state["runs"][run.name] for run in script.wanted([row]))
+    assert ours["bf16_ms"] > 0 and ours["plan"].startswith("fp8: 8 of 9 linears")
+    assert eager["bf16_ms"] is None and eager["plan"] == "" and compiled["loss"] is None
+    # The same weights and the same text.
+    assert ours["loss"] == pytest.approx(eager["loss"], rel=0.005) and eager["loss"] < 5
+    assert str(tmp_path) not in path.read_text()
+    # The next piece takes what failed, and nothing else.
+    state["runs"][row.name] = {"error": "out of memory", "wall_s": 1.0}
+    resumed = tmp_path / "resumed.json"
+    resumed.write_text(json.dumps(state))
+    monkeypatch.setattr(script, "Process", FakeProcess)
+    printed = run_main("out_of_box", "--cache", text_cache, "--resume", resumed, "--out", tmp_path)
+    assert [spec["ds_config"].get("fp8") for spec in FakeProcess.finished] == [block]
+    ratio = eager["step_ms"] / (0.97 * 2 + 0.03 * 4)
+    assert f"2.0, 4.0 | {ratio:.2f} (1.3) | {eager['step_ms'] / compiled['step_ms']:.2f} |" in printed
+    assert "1 of 1 rows are measured: 1 are at least as fast, 1 reach their target" in printed
+
+
+class FakeProcess:
+    """A run that ends at once."""
+
+    finished: list[dict[str, Any]] = []  # noqa: RUF012 (all of them)
+
+    def __init__(self, spec: dict[str, Any], stem: Path) -> None:
+        self.spec, self.output = spec, stem
+
+    def finish(self, limit: float) -> tuple[int, dict[str, Any]]:
+        self.finished.append(self.spec)
+        result = {"step_ms": 2.0, "bf16_ms": 4.0, "gib": 1.0, "bf16_gib": 2.0, "loss": 4.0, "plan": "fp8: 8 of 9"}
+        return 0, {**result, "wall_s": 1.0}
+
+    def end(self) -> None:
+        raise AssertionError("a process was started that is not needed")
