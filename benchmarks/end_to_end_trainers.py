@@ -31,7 +31,7 @@ def transformers_model(m: Model, cross_entropy: str, attention: str, chunk_mem_c
     "stock" hands out the loss alone; "patched" is transformers' own class with Liger's loss by Liger's own option;
     "liger" predicts the same tokens, and its logits are never whole in memory: a chunk's are `chunk_mem_const` times as
     large as the head's input. Attention is "sdpa", as the library has it, or "causal": the same, but never given a
-    mask, which compiled graphs otherwise get (docs/compile.md).
+    mask, which compiled graphs of stock DeepSpeed otherwise get (docs/compile.md).
     """
     from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
     from transformers.integrations.sdpa_attention import sdpa_attention_forward

@@ -1,4 +1,4 @@
-"""Repairs of DeepSpeed that have nothing to do with FP8, each with a switch.
+"""Repairs of DeepSpeed, and one of transformers, that have nothing to do with FP8, each with a switch.
 
 An FP8 run shall differ from a bf16 run by FP8 alone: a name in `fp8.without_deepspeed_fixes` leaves a repair out, and
 DeepSpeed's own code runs. Each is a function that is called once, or a mix-in between our class and DeepSpeed's that is
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from fp8_ds.comm.reduce_scatter import reduce_scatter_shares
 from fp8_ds.config import DeepSpeedFix, Fp8Config
-from fp8_ds.engine import leaf_modules
+from fp8_ds.engine import attention_masks, leaf_modules
 from fp8_ds.tp.group import device_of
 
 FETCHES_AHEAD = 4
@@ -66,6 +66,8 @@ def finish(engine: Any, zero: Any) -> None:
     config: Fp8Config = engine.fp8.config
     if config.has_fix("timer_sync"):
         disable_timer_sync(engine._config)
+    if config.has_fix("attention_masks"):
+        make_fewer_masks(engine)
     if config.has_fix("group_timeout"):
         use_default_timeout(zero.dp_process_group)
     if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
@@ -102,6 +104,14 @@ def disable_timer_sync(config: Any) -> None:
     """
     if "synchronized" not in config._param_dict.get("timers", {}).get("throughput", {}):
         config.timers_config.synchronized = False
+
+
+def make_fewer_masks(engine: Any) -> None:
+    """`attention_masks`: let transformers' causal models have no attention mask where none is needed, until the engine
+    is destroyed (attention_masks.py, which names transformers' functions)."""
+    handles = attention_masks.make_fewer_masks(engine.module)
+    engine._fp8_hooks += handles
+    engine._fp8_drops_full_masks = bool(handles) and attention_masks.is_causal_model(engine.module)
 
 
 def use_default_timeout(group: Any) -> None:

@@ -14,7 +14,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fp8_ds.engine import compiling, conversion, deepspeed_fixes, leaf_modules, zero_optimizer
+from fp8_ds.engine import attention_masks, compiling, conversion, deepspeed_fixes, leaf_modules, zero_optimizer
 from fp8_ds.engine.checkpoints import BeforeStateDict, Fp8Checkpoints
 from fp8_ds.engine.precision import Request
 from fp8_ds.engine.rank_agreement import refuse_other_order
@@ -71,6 +71,7 @@ class Fp8Engine(Fp8Checkpoints):
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         self._fp8_hooks: list[Any] = []  # things with `remove()`
+        self._fp8_drops_full_masks = False
         super().__init__(*args, **kwargs)
         if self.fp8 is not None:
             self._fp8_step_callbacks = StepCallbacks(self)
@@ -88,6 +89,8 @@ class Fp8Engine(Fp8Checkpoints):
         if callbacks is not None:
             callbacks.before_forward(self.module.training, (inputs, kwargs))
         keep_values_in_hooks()
+        if self._fp8_drops_full_masks and self.module._compiled_call_impl is not None:
+            kwargs = attention_masks.without_full_mask(inputs, kwargs)  # a graph cannot read a mask
         output = super().forward(*inputs, **kwargs)  # type: ignore[misc]
         if callbacks is not None and self.module.training:
             callbacks.has_graph = True
@@ -209,6 +212,7 @@ class Fp8Engine(Fp8Checkpoints):
             self._fp8_step_callbacks.close()
         for hook in self._fp8_hooks:
             hook.remove()
+        self._fp8_drops_full_masks = False
         super().destroy()  # type: ignore[misc]
 
 

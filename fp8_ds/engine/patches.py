@@ -17,7 +17,7 @@ class PatchRecord:
     """Patches that are applied now.
 
     Attributes:
-        patches: (object, attribute, original value), newest last.
+        patches: (object, attribute, original value), newest last; of a dict, an item.
         finder: the import hook that waits for deepspeed; None if there is none.
     """
 
@@ -26,15 +26,21 @@ class PatchRecord:
         self.finder: Any = None
 
     def set(self, target: Any, name: str, value: Any) -> None:
-        """Replace an attribute of `target`, and keep the original."""
-        self.patches.append((target, name, getattr(target, name)))
-        setattr(target, name, value)
+        """Replace an attribute of `target`, or an item of a dict, and keep the original."""
+        self.patches.append((target, name, target[name] if isinstance(target, dict) else getattr(target, name)))
+        _assign(target, name, value)
 
     def undo(self) -> None:
         """Put every original value back."""
         while self.patches:
-            target, name, original = self.patches.pop()
-            setattr(target, name, original)
+            _assign(*self.patches.pop())
+
+
+def _assign(target: Any, name: str, value: Any) -> None:
+    if isinstance(target, dict):
+        target[name] = value
+    else:
+        setattr(target, name, value)
 
 
 RECORD = PatchRecord()

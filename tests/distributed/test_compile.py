@@ -42,15 +42,10 @@ def build(
     num_layers: int = 1,
     checkpointing: bool = False,
 ) -> Any:
-    """An engine over a seeded Llama whose learning rate changes with every step, and whose SDPA is never given a mask
-    (docs/compile.md)."""
-    from transformers import AttentionInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    AttentionInterface.register("causal", sdpa_attention_forward)
+    """An engine over a seeded Llama whose learning rate changes with every step."""
     torch.manual_seed(0)
     sizes = {"intermediate_size": 160, "num_hidden_layers": num_layers, "max_position_embeddings": 2048}
-    model = Llama(**sizes, attn_implementation="causal", use_cache=False).model
+    model = Llama(**sizes, attn_implementation="sdpa", use_cache=False).model
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     schedule = {"warmup_min_lr": 1e-4, "warmup_max_lr": 3e-3, "warmup_num_steps": NUM_STEPS}
@@ -229,6 +224,51 @@ def test_compiled_trains_to_the_bits_of_eager(
             # With delayed scales before the first update of the histories and after it; layers share a graph. Learning
             # rate, weights and counters are in no guard.
             assert compiled["graphs"] == (2 if fp8 == DELAYED else 1)
+
+
+def losses_and_masks(fp8: dict[str, Any] | None, is_compiled: bool) -> dict[str, Any]:
+    """Of batches with and without padding, in eager or in graphs; and what an engine leaves when it is destroyed."""
+    engine = build(2, fp8)
+    masks: list[bool] = []
+    sdpa = torch._C._nn.scaled_dot_product_attention
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        masks.extend(node.kwargs["attn_mask"] is not None for node in graph.graph.nodes if node.target is sdpa)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    torch._dynamo.reset()
+    if is_compiled:
+        engine.compile(backend=backend)
+    losses = []
+    for step, padding in enumerate((None, 3, 0, None, 3)):
+        tokens = tokens_of(engine, step)
+        given = {} if padding is None else {"attention_mask": torch.ones_like(tokens)}
+        if padding:
+            given["attention_mask"][0, :padding] = 0
+        loss = engine(input_ids=tokens, labels=tokens, **given).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+    net = engine.module
+    training.destroy(engine)
+    torch._dynamo.reset()
+    num_hooks = sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in net.model.modules())
+    return {"losses": losses, "masks": masks, "num_hooks": num_hooks}
+
+
+def test_an_engine_makes_no_mask_where_none_is_needed(ranks: Any) -> None:
+    """Neither without a mask nor with one of ones, for which padding makes another graph; unless that is switched off,
+    and as stock DeepSpeed trains."""
+    pytest.importorskip("transformers")
+    without = {"without_deepspeed_fixes": ["attention_masks"]}
+    runs = [({}, False), (without, False), ({}, True), (without, True)]
+    found = [ranks(1).run(losses_and_masks, *run)[0] for run in runs]
+    eager, eager_without, compiled, compiled_without = found
+    assert compiled["masks"] == [False, True] and compiled_without["masks"] == [True, True]
+    assert eager["losses"] == eager_without["losses"]
+    for one in (compiled, compiled_without):
+        assert one["losses"] == pytest.approx(eager["losses"], rel=1e-3)
+    assert all(one["num_hooks"] == 0 for one in found)
 
 
 def losses_with_and_without_leaves(fp8: dict[str, Any], num_layers: int) -> list[list[float]]:

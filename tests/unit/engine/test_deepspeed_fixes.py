@@ -15,6 +15,7 @@ from fp8_ds.engine.checkpoints import Fp8Checkpoints
 from fp8_ds.errors import ConfigError
 
 CALLED_ONCE = {
+    "make_fewer_masks": "attention_masks",
     "disable_timer_sync": "timer_sync",
     "use_default_timeout": "group_timeout",
     "raise_max_live_parameters": "max_live_parameters",

@@ -1,0 +1,193 @@
+"""Attention masks of transformers: none is made where SDPA's own causal kernel does the same.
+
+transformers (5.17 to 5.24) decides by data that no graph can read: whether sequences are packed by `position_ids`, and
+whether a mask has padding. With torch 2.11 it takes every graph for an export, too. So a compiled model has a mask of
+[batch, 1, length, length] in training, with which SDPA takes no causal kernel and keys and values are repeated for
+grouped queries; in eager the host waits for the device.
+
+Here the arguments of the model that makes the masks decide: without `position_ids` all of transformers' own models
+count tokens from 0, so that nothing is packed. That holds in graphs and in eager, and no tensor on a device is read.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from fp8_ds.attention.huggingface import attention_modules
+from fp8_ds.engine.patches import RECORD
+
+_SDPA, _FIND = "sdpa", "find_packed_sequence_indices"
+
+
+class CausalMasks:
+    """Two functions of transformers as they are called inside the models of engines with FP8.
+
+    It stands in transformers' registry of mask functions, from which hooks on modules reach it: hooks must be functions
+    for a model to be copied or pickled.
+
+    Attributes:
+        now: of this thread; its `is_plain` is true while a model runs that was given neither mask nor positions.
+    """
+
+    def __init__(self, make_mask: Callable[..., Any], find_packed: Callable[[Tensor], Tensor | None]) -> None:
+        self.make_mask = make_mask
+        self.find_packed = find_packed
+        self.now = threading.local()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return None where SDPA's `is_causal` is this very mask, else what transformers makes."""
+        if getattr(self.now, "is_plain", False) and not args and _is_causal_alone(**kwargs):
+            return None
+        return self.make_mask(*args, **kwargs)
+
+    def find_packed_sequence_indices(self, position_ids: Tensor) -> Tensor | None:
+        """Return None without a look where the model was given no positions, else what transformers finds."""
+        return None if getattr(self.now, "is_plain", False) else self.find_packed(position_ids)
+
+
+def _is_causal_alone(
+    *,
+    kv_length: int,
+    q_length: int | None = None,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,
+) -> bool:
+    """Whether a mask is causal and nothing else, for as many keys as queries.
+
+    Args: those of transformers' mask functions. `allow_is_causal_skip` is false for packed sequences, bidirectional
+    masks, and masks with functions of the model; `local_size` is a window or chunk, which hides nothing from a sequence
+    that is no longer.
+    """
+    return (
+        allow_is_causal_skip
+        and attention_mask is None
+        and q_length == kv_length
+        and kv_offset == 0
+        and isinstance(q_offset, int)
+        and q_offset == 0
+        and (local_size is None or kv_length <= local_size)
+    )
+
+
+def make_fewer_masks(model: nn.Module) -> list[RemovableHandle]:
+    """Let transformers' causal models in `model` have no mask where none is needed.
+
+    transformers' functions are replaced for the whole process until `fp8_ds.uninstall()`, and change nothing outside
+    these models.
+
+    Returns:
+        Handles of the new hooks; none where `model` has no such model, or this transformers has no such functions.
+    """
+    found = list(_causal_models(model))
+    if not found or not _patch():
+        return []
+    return [
+        hook
+        for module in found
+        for hook in (
+            module.register_forward_pre_hook(_before, with_kwargs=True),
+            module.register_forward_hook(_after, always_call=True),
+        )
+    ]
+
+
+def _patch() -> bool:
+    """Put `CausalMasks` in place, once; return whether it is there."""
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    masks = getattr(getattr(masking, "AttentionMaskInterface", None), "_global_mapping", {})
+    if isinstance(masks.get(_SDPA), CausalMasks):
+        return True
+    find = getattr(masking, _FIND, None)
+    if _SDPA not in masks or find is None or list(inspect.signature(find).parameters) != ["position_ids"]:
+        return False
+    ours = CausalMasks(masks[_SDPA], find)
+    RECORD.set(masks, _SDPA, ours)
+    RECORD.set(masking, _FIND, ours.find_packed_sequence_indices)
+    return True
+
+
+def _causal_models(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the innermost models of transformers, which make the masks, where all attention is causal."""
+    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
+    for module in model.modules():
+        inside = (child for child in module.modules() if child is not module)
+        if isinstance(module, base) and is_causal_model(module) and not any(isinstance(m, base) for m in inside):
+            yield module
+
+
+def is_causal_model(module: nn.Module) -> bool:
+    """Whether all attention in a module is causal, and its forward one of transformers' own models'.
+
+    Another forward may make positions of its own, or expect a mask. All modules are looked at: call it once.
+    """
+    name = getattr(module.forward, "__module__", None) or ""
+    return name.startswith("transformers.models.") and {m.is_causal for m, _ in attention_modules(module)} == {True}
+
+
+def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Note whether a model's masks are causal alone (forward pre-hook). Traced into graphs.
+
+    It reads the flag of torch.export, because `torch.compiler.is_exporting()` is True in every graph of torch 2.11.
+    """
+    ours = _ours()
+    if ours is not None:
+        if not torch.compiler.is_compiling():
+            kwargs = without_full_mask(args, kwargs)
+        ours.now.is_plain = (
+            len(args) < 2  # as transformers calls its models; by position any argument could follow
+            and kwargs.get("attention_mask") is None
+            and kwargs.get("position_ids") is None
+            and not torch.compiler._is_exporting_flag
+            and not torch._C._get_tracing_state()
+        )
+    return args, kwargs
+
+
+def _after(module: nn.Module, args: Any, output: Any) -> None:
+    ours = _ours()
+    if ours is not None:
+        ours.now.is_plain = False
+
+
+def _ours() -> CausalMasks | None:
+    """Return what stands in transformers' registry; None after `fp8_ds.uninstall()`."""
+    from transformers.masking_utils import AttentionMaskInterface
+
+    found = AttentionMaskInterface._global_mapping.get(_SDPA)
+    return found if isinstance(found, CausalMasks) else None
+
+
+def without_full_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return a model's keyword arguments, without a mask of ones on the CPU where there is no cache and no position.
+
+    Args:
+        args, kwargs: the model's; its tokens are the first, or `input_ids` or `inputs_embeds`.
+    """
+    mask, tokens = kwargs.get("attention_mask"), args[0] if args else kwargs.get("input_ids")
+    if tokens is None:
+        tokens = kwargs.get("inputs_embeds")
+    if (
+        type(mask) is not Tensor
+        or mask.device.type != "cpu"
+        or not isinstance(tokens, Tensor)
+        or len(args) > 1
+        or mask.dim() != 2
+        or mask.shape != tokens.shape[:2]
+        or any(kwargs.get(name) is not None for name in ("position_ids", "past_key_values", "cache"))
+        or torch._C._get_tracing_state()
+        or not bool((mask == 1).all())
+    ):
+        return kwargs
+    return {name: value for name, value in kwargs.items() if name != "attention_mask"}
