@@ -2,7 +2,7 @@
 
     python docs/img/training_step.py
 
-The picture is the default setting; a dashed box names the key of the "fp8" block that changes it. A test compares the
+The picture is the preset "auto"; a dashed box names the key of the "fp8" block that changes it. A test compares the
 keys with fp8_ds/config/__init__.py and the file with what this script draws.
 """
 
@@ -106,9 +106,9 @@ BOXES = [
         "bf16", 460, 334, 330, 66, ("norms, SwiGLU, residual", "inputs kept for backward"), "activations.nonlinear: fp8"
     ),
     Box("bf16", 130, 442, 110, 122, ("grad_output",)),
-    Box("fp8", 280, 442, 140, 122, ("grad_output", "in E5M2"), "linear.grad_dtype: e4m3"),
-    Box("gemm", 460, 442, 270, 56, ("grad_input = grad_output · W", "E5M2 · E4M3")),
-    Box("gemm", 460, 508, 270, 56, ("grad_weight = grad_outputᵀ · x", "E5M2 · E4M3")),
+    Box("fp8", 280, 442, 140, 122, ("grad_output", "in E4M3"), "linear.grad_dtype: e5m2"),
+    Box("gemm", 460, 442, 270, 56, ("grad_input = grad_output · W", "E4M3 · E4M3")),
+    Box("gemm", 460, 508, 270, 56, ("grad_weight = grad_outputᵀ · x", "E4M3 · E4M3")),
     Box("bf16", 770, 442, 264, 56, ("grad_input",)),
     Box("bf16", 770, 508, 264, 56, ("grad_weight",)),
     Box("bf16", 770, 604, 264, 46, ("gradients",), "zero.reduce_scatter: fp8"),

@@ -53,7 +53,7 @@ def main() -> None:
         report["gathered_bytes"] = gathered.num_bytes
         report["resident_weight_bytes"] = resident_weight_bytes(engine)
 
-    engine = train(args, around_last_step=measure)
+    engine = train(args, around_middle_step=measure)
     report["num_params"] = sum(getattr(param, "ds_numel", param.numel()) for param in engine.module.parameters())
     if get_accelerator().device_name() == "cuda":
         report["peak_gpu_bytes"] = torch.cuda.max_memory_allocated()

@@ -2,7 +2,7 @@
 
     python examples/deepspeed/parity.py                                # a tiny model: a minute on a CPU
     deepspeed examples/deepspeed/parity.py --size 100m --steps 3000 --seq-len 1024 \
-        --config configs/ds_zero2_fp8.json configs/ds_zero2_fp8_delayed.json
+        --config configs/ds_zero2_fp8.json configs/ds_zero2_fp8_fast.json
     deepspeed examples/deepspeed/parity.py --model my_model --tokenizer my_model --text corpus/*.txt --config ds.json
 
 Of each seed there is a run in bf16, by the first configuration without its "fp8" block, and one by each configuration:
@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from train import mean_over_ranks
 
 import fp8_ds  # noqa: F401  (installs)
+from fp8_ds.config import Fp8Config
 from fp8_ds.host import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -174,8 +175,9 @@ def run_missing(
     config = copy.deepcopy(config)
     if "fp8" in config:  # its loss is the question, not its speed
         config["fp8"]["linear"] = {"min_size": 0, **config["fp8"].get("linear", {})}
-    if config.get("fp8", {}).get("optimizer", {}).get("states") == "fp8":
-        config["fp8"]["optimizer"].setdefault("seed", seed)  # else what states round by would be the same in all pairs
+    if "fp8" in config and Fp8Config.from_block(config["fp8"]).optimizer.states == "fp8":
+        # Else what states round by would be the same in all pairs.
+        config["fp8"].setdefault("optimizer", {}).setdefault("seed", seed)
     log = args.out / f"{name}-s{seed}.csv"
     shared = {
         key: str(value) for key, value in vars(args).items() if key not in ("config", "seeds", "out", "local_rank")

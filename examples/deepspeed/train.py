@@ -97,9 +97,9 @@ def held_out_loss(engine: Any, args: argparse.Namespace) -> float:
 
 
 def train(
-    args: argparse.Namespace, around_last_step: Callable[[Any], AbstractContextManager[Any]] = nullcontext
+    args: argparse.Namespace, around_middle_step: Callable[[Any], AbstractContextManager[Any]] = nullcontext
 ) -> Any:
-    """Runs the training and returns the engine, which `around_last_step` gets too (the demo measures there)."""
+    """Runs the training and returns the engine, which `around_middle_step` gets too (the demo measures there)."""
     engine = build_engine(args)
     text = read_stdlib("train")
     first = 0
@@ -119,7 +119,7 @@ def train(
     for step in bar:
         start = time.perf_counter()
         is_last = step == args.steps - 1
-        with around_last_step(engine) if is_last else nullcontext():
+        with around_middle_step(engine) if step == (first + args.steps) // 2 else nullcontext():
             loss = train_step(engine, args, text, step)
         tokens_per_s = num_tokens / (time.perf_counter() - start)
         bar.set_postfix(loss=f"{loss:.3f}", tokens_per_s=f"{tokens_per_s:.0f}")

@@ -32,6 +32,8 @@ def main() -> None:
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 1.0,
     }
+    if "fp8" in config:  # whose preset keeps the last steps in bf16: Trainer would tell their number
+        config["fp8"].setdefault("schedule", {"total_steps": num_steps})
     # On a CPU Accelerate takes each rank for the only one, unless it is told the backend.
     backend = InitProcessGroupKwargs(backend=get_accelerator().communication_backend_name())
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), kwargs_handlers=[backend])

@@ -40,7 +40,7 @@ def test_training_resumes_bit_exactly(root: Path, start_ranks: Launch, tmp_path:
 
 @pytest.mark.launcher
 def test_demo_compares_fp8_with_bf16(root: Path, tmp_path: Path, cpu_environment: dict[str, str]) -> None:
-    command = [sys.executable, root / "examples/deepspeed/demo.py", "--size", "tiny", "--steps", "3"]
+    command = [sys.executable, root / "examples/deepspeed/demo.py", "--size", "tiny", "--steps", "20"]
     command += ["--seq-len", "64", "--ranks", "2", "--out", str(tmp_path)]
     result = subprocess.run(command, stdout=-1, stderr=-2, text=True, env=cpu_environment, timeout=HANG, check=False)
     assert result.returncode == 0, result.stdout[-6000:]
@@ -76,7 +76,7 @@ def test_parity_trains_pairs_of_runs_once_and_compares_them(
 @pytest.mark.parametrize("name", [path.stem for path in sorted((Path(__file__).parents[2] / "configs").glob("*.json"))])
 def test_every_config_trains(root: Path, start_ranks: Launch, tmp_path: Path, name: str) -> None:
     config, log = root / f"configs/{name}.json", tmp_path / "log.jsonl"
-    options = (*TINY, "--size", "small") if "precise" in name else TINY  # "tiny" has nothing but ends
+    options = (*TINY, "--size", "small") if "precise" in name else TINY  # "tiny" has too few layers for ends
     script = root / "examples/deepspeed/train.py"
     start_ranks(script, "--deepspeed_config", config, *options, "--steps", 30, "--log", log)
     *steps, last = read_log(log)

@@ -95,7 +95,9 @@ def test_a_configuration_is_complete_and_would_start(path: Path, monkeypatch: py
     config = json.loads(path.read_text())
     assert '"auto"' not in path.read_text() and config["bf16"]["enabled"] is True
     assert path.stem.startswith(f"ds_zero{config['zero_optimization']['stage']}_")
-    assert ("fp8" in config) == ("_fp8" in path.stem)
+    preset = path.stem.partition("_fp8")[2].removeprefix("_")
+    expected = {"enabled": True, "preset": preset} if preset else {"enabled": True}
+    assert config.get("fp8") == (expected if "_fp8" in path.stem else None)
     assert check_config({"fp8": {"enabled": True}, **config}).on == "if"
 
 
