@@ -146,7 +146,7 @@ NAMED = {
     "delayed-fp32": f"ours-fp32-{_FAST}+attention.backend=fa3+schedule.bf16_last_fraction=0.03",
     "torchao": "torchao-tensorwise-adamwfp8-compiled+fa3",
 }
-"""Arms with a name of their own, which options may follow. "delayed-fp32" is what `{"enabled": true}` is to become."""
+"""Arms with a name of their own, which options may follow. "delayed-fp32" is the preset "auto" but for its guard."""
 
 _NAME = re.compile(
     r"(?:(?P<plain>stock|torch)"
@@ -155,6 +155,7 @@ _NAME = re.compile(
     r"-(?P<mode>eager|compiled)"
 )
 KEPT = {
+    "ends": ["layers.0.", "layers.-1."],
     "last-attention": ["layers.-1.self_attn"],
     "two": [
         "layers.0.self_attn.q_proj",
@@ -170,9 +171,6 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "liger": {"activations": {"cross_entropy_chunk_mem_const": 1}},
     "fast": {"linear": {"fast_accumulation": "all"}},
     "e4m3": {"linear": {"grad_dtype": "e4m3"}},
-    "precise": {
-        "linear": {"grad_dtype": "e4m3", "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1},
-    },
 }
 """Of the fp8 block, by what they set."""
 GRAMMAR = (
@@ -180,7 +178,7 @@ GRAMMAR = (
     "stock-MODE, torch-MODE, torchao-RECIPE[-adamwfp8]-MODE, ours-{fp32|e4m19|e4m11}[-release]-MODE; MODE is eager or "
     "compiled; of ours with options: +RECIPE, +fused (activations.fused), +nonlinear (and activations.nonlinear fp8), "
     "+liger (Liger's forward, and activations.cross_entropy_chunk_mem_const), +fast (linear.fast_accumulation all), "
-    "+e4m3 (linear.grad_dtype), +precise (that, and the first and last layer in bf16), +kept=NAME (that, and in bf16 "
+    "+e4m3 (linear.grad_dtype), +kept=NAME (that, and in bf16 "
     f"the linears of KEPT: {', '.join(KEPT)}), any +section.key=JSON of the fp8 block; of DeepSpeed's: +cudagraphs "
     "(compiled with mode reduce-overhead), +nowait (timers.throughput.synchronized false, as ours always has it), "
     "+leaf (stage 3: leaf_module, a decoder layer), "
@@ -240,7 +238,7 @@ def _block(states: str, release: bool) -> dict[str, Any]:
         optimizer = {"states": "fp8", "master": states}
     if release:
         optimizer |= {"release": True, "release_clipping": "delayed_norm"}
-    return {"enabled": True, "linear": {"recipe": "tensorwise"}, "optimizer": optimizer}
+    return {"enabled": True, "preset": None, "linear": {"recipe": "tensorwise"}, "optimizer": optimizer}
 
 
 def _set_option(block: dict[str, Any], key: str, value: str, name: str) -> None:

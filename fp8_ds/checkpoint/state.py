@@ -14,11 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
 from fp8_ds.nn.linear.payload import OF_RECIPE, TENSOR
 from fp8_ds.nn.moe.products import MAX_IN_A_LOOP
-from fp8_ds.nn.plan.ends import AT_END, AT_START
 from fp8_ds.nn.plan.plan import Plan
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.numerics.masters import BY_NAME
@@ -85,7 +83,7 @@ def restore_state(
             say(f"fp8: the checkpoint was trained with {setting}, which is gone: the settings of this run count")
         plan = Plan.from_state(state["plan"])
         if other := _other_layers(plan, context.plan, of_a_stage):
-            say(f"{other}. {_how_to_keep(plan, state['config'], context.plan, context.config.linear)}")
+            say(f"{other}. {_how_to_keep(plan, state['config'], context.plan)}")
         if not module_only:
             if context.precision is not None:
                 context.precision.load_state_dict(state.get("precision"))
@@ -278,7 +276,7 @@ def _converted(plan: Plan) -> list[str]:
     return [row.fqn for row in plan.layers if row.converted]
 
 
-def _how_to_keep(plan: Plan, config: Mapping[str, Any], current: Plan, now: LinearConfig) -> str:
+def _how_to_keep(plan: Plan, config: Mapping[str, Any], current: Plan) -> str:
     """Say what to write so that the next start trains the layers of the checkpoint's `plan` in FP8, and no others.
 
     Layers that only the `current` plan has (experts, where the checkpoint is older) were bf16.
@@ -290,9 +288,7 @@ def _how_to_keep(plan: Plan, config: Mapping[str, Any], current: Plan, now: Line
     patterns = Plan((*plan.layers, *others)).filter_fqns()
     if patterns is None:
         return "No fp8.linear.filter_fqns names the checkpoint's layers."
-    linear: dict[str, Any] = {"filter_fqns": patterns}
-    linear |= {key: 0 for key in (AT_START, AT_END) if getattr(now, key)}
-    told = f'To go on with the checkpoint\'s layers, start with "linear": {json.dumps(linear)}.'
+    told = f'To go on with the checkpoint\'s layers, start with "linear": {json.dumps({"filter_fqns": patterns})}.'
     experts = {layer.fqn for layer in plan.layers if layer.converted and layer.num_experts > MAX_IN_A_LOOP}
     if any(row.fqn in experts for row in current.layers if not row.converted):
         told += f" More than {MAX_IN_A_LOOP} experts of a layer are in FP8 only where they are computed in one launch."

@@ -93,8 +93,6 @@ class LinearConfig(_Block):
     filter_fqns: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_tuple_of_list)] = (
         "lm_head",
     )
-    num_layers_at_start_in_bf16: Annotated[int, Field(ge=0)] = 0
-    num_layers_at_end_in_bf16: Annotated[int, Field(ge=0)] = 0
     frozen: Literal["bf16", "fp8"] = "bf16"
     weight_scales: Literal["float", "power_of_two"] | None = None
     min_size: Annotated[int, Field(ge=0)] | None = None

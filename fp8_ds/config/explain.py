@@ -14,12 +14,18 @@ from typing import Any, NamedTuple
 
 from pydantic_core import ErrorDetails
 
+_ENDS = (
+    'Write "preset": "precise", which keeps the first and last layer of each list in bf16; or name layers in '
+    '"linear.filter_fqns": ["lm_head", "layers.0.", "layers.-1."], or in "schedule.layers"'
+)
 _LISTENER = "For another, add a listener that judges (engine.add_fp8_listener, docs/monitor.md)"
 REMOVED = {
     "fp8.linear.layer_choice": (
         'Remove the key: all linears that may be in FP8 are. Name those that shall stay bf16 in "filter_fqns", such as '
         "`fp8-ds plan` calls too small to gain"
     ),
+    "fp8.linear.num_layers_at_start_in_bf16": _ENDS,
+    "fp8.linear.num_layers_at_end_in_bf16": _ENDS,
     "fp8.linear.tokens": 'Remove the key: it was for "layer_choice", which is gone',
     "fp8.linear.max_experts": (
         "Remove the key: more than 16 experts of a layer are in FP8 where all are computed in one launch. To leave "

@@ -85,8 +85,7 @@ def _values(preset: Preset, block: Block, facts: Facts) -> dict[str, dict[str, A
     }
     if preset == "serve":
         return values | {"linear": {**linear, "weight_scales": "power_of_two"}}
-    if not written("linear").keys() & {"num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"}:
-        values["schedule"] = _schedule(preset, written("schedule"), facts)
+    values["schedule"] = _schedule(preset, written("schedule"), facts)
     if facts.is_parallel and facts.ends:
         values["linear"] = {**linear, "filter_fqns": ["lm_head", *facts.ends]}
     if preset == "fast":

@@ -19,7 +19,7 @@ from fp8_ds.config.presets import Facts, is_written
 from fp8_ds.engine.ranks import say
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.nn.plan.convert import change_recipes
-from fp8_ds.nn.plan.ends import AT_END, AT_START, layer_lists
+from fp8_ds.nn.plan.ends import layer_lists
 from fp8_ds.nn.plan.plan import Plan, is_layer
 
 _STEPS = "num_training_steps"
@@ -28,6 +28,8 @@ _MISSES = (
     "Trained in FP8 to the end, 31 pairs of runs ended 0.101 % above bf16's held-out loss in the mean; the bound of "
     "docs/parity.md is 0.1 %. With these scales none was measured"
 )
+_OLD_ENDS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+"""Keys of before 2026-11-29, in checkpoints: so many layers at either end are in bf16, with the key as the reason."""
 _SAME_WEIGHTS = ("tensorwise", "delayed")
 """Recipes between which a run can change: the scales of weights are those of ZeRO's shards."""
 _STARTING: ContextVar[Fp8Config | None] = ContextVar("starting", default=None)
@@ -180,7 +182,7 @@ def as_trained(config: Fp8Config, block: Mapping[str, Any], state: Mapping[str, 
         for key in ("bf16_last_fraction", "total_steps", "layers")
         if not is_written(block, "schedule", key) and (value := saved.get("schedule", {}).get(key)) is not None
     }
-    ends = [key for key in (AT_START, AT_END) if saved.get("linear", {}).get(key)]
+    ends = [key for key in _OLD_ENDS if saved.get("linear", {}).get(key)]
     if ends and "layers" in schedule:
         rows = Plan.from_state(state["plan"]).layers
         schedule["layers"] = schedule["layers"] | {row.fqn: "bf16" for row in rows if row.reason in ends}

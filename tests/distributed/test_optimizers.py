@@ -108,7 +108,7 @@ def test_engine_without_optimizer_stays_bf16_and_says_so(stage: int) -> None:
 
     losses = []
     with training.log_lines() as said:
-        for fp8 in ({"linear": {"num_layers_at_start_in_bf16": 90}}, None):
+        for fp8 in ({"linear": {"filter_fqns": ["lm_head", "blocks"]}}, None):
             config = training.ds_config(stage, fp8)
             del config["optimizer"]
             torch.manual_seed(0)

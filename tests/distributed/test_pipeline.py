@@ -95,19 +95,19 @@ def test_pipeline_trains_in_fp8_as_stock_does(ranks: Any, bounds: str, num_weigh
         assert max(abs(a - b) for a, b in zip(result["losses"], other["losses"], strict=True)) < 0.03
 
 
-def ends_error() -> str:
-    """What initialize raises where a pipeline's ends shall stay in bf16."""
+def name_from_the_end_error() -> str:
+    """What initialize raises where a pipeline's last layer shall stay in bf16."""
     from deepspeed.utils import groups
 
     with pytest.raises(UnsupportedError) as caught:
-        pipeline({"linear": {"num_layers_at_end_in_bf16": 1}}, "balanced")
+        pipeline({"linear": {"filter_fqns": ["-1."]}}, "balanced")
     groups.mpu = None
     return str(caught.value)
 
 
 def test_a_pipeline_has_no_ends_that_a_stage_could_know(ranks: Any) -> None:
-    for text in ranks(2).run(ends_error):
-        assert "num_layers_at_end_in_bf16" in text
+    for text in ranks(2).run(name_from_the_end_error):
+        assert "filter_fqns" in text
 
 
 def test_pipeline_stages_without_the_layers_of_a_schedule_follow_it_too(ranks: Any) -> None:

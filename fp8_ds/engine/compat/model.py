@@ -55,16 +55,10 @@ AUTOTP_PIPELINE = Refusal(
     "its stages have groups of their own, and DeepSpeed does not test the two together",
     'Remove "tensor_parallel" and `deepspeed.tp_model_init`.',
 )
-PIPELINE_ENDS = Refusal(
-    "a PipelineModule with `linear.num_layers_at_start_in_bf16` or `linear.num_layers_at_end_in_bf16`",
-    "a stage does not know which entries of the others are layers",
-    'Set these keys to 0, and name linears in "linear.filter_fqns": `"23."` is all of entry 23, `"0."` that of 10 and '
-    "20, too.",
-)
 PIPELINE_FROM_THE_END = Refusal(
     "a PipelineModule with negative numbers in `linear.filter_fqns`",
     "a stage has entries of its own, which do not tell where the model ends",
-    'Name linears by the number of their entry: `"23.mlp"`.',
+    'Name linears by the number of their entry: `"23."` is all of entry 23, `"0."` that of 10 and 20, too.',
 )
 COMPILED_WRAPPER = Refusal(
     "a model with modules that `torch.compile(module)` has wrapped, in ZeRO stage 3",
@@ -81,7 +75,6 @@ MODEL_REFUSALS = (
     DUAL_PIPE,
     AUTOTP_STAGE_3,
     AUTOTP_PIPELINE,
-    PIPELINE_ENDS,
     PIPELINE_FROM_THE_END,
     COMPILED_WRAPPER,
     PARALLEL_SCHEDULE,
@@ -97,12 +90,9 @@ def refuse_model(model: Any, linear: LinearConfig) -> None:
 
     if isinstance(model, getattr(deepspeed, "DualPipeVModule", ())):
         raise DUAL_PIPE.error(type(model).__name__)
-    if isinstance(model, PipelineModule):
-        num_first, num_last = linear.num_layers_at_start_in_bf16, linear.num_layers_at_end_in_bf16
-        if num_first or num_last:
-            raise PIPELINE_ENDS.error(f"{num_first} and {num_last}")
-        if from_the_end := list(filter(counts_from_the_end, linear.filter_fqns)):
-            raise PIPELINE_FROM_THE_END.error(", ".join(map(repr, from_the_end)))
+    from_the_end = list(filter(counts_from_the_end, linear.filter_fqns))
+    if isinstance(model, PipelineModule) and from_the_end:
+        raise PIPELINE_FROM_THE_END.error(", ".join(map(repr, from_the_end)))
     experts = [name for name, p in model.named_parameters() if getattr(p, "allreduce", True) is False]
     if experts:
         raise EXPERTS.error(", ".join(experts[:3]))

@@ -1,4 +1,4 @@
-"""Layers counted from the ends of a model: `linear.num_layers_at_start_in_bf16`, and `layers.-1.` in names."""
+"""Lists of a model's layers, and names that count from their end, as in `layers.-1.`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from collections.abc import Callable, Collection
 
 from torch import nn
 
-from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
 
-AT_START, AT_END = "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"
 _FROM_THE_END = re.compile(r"(^|\.)-\d+(\.|$)")
 _NUMBER_LAST = re.compile(r"(^|\.)-\d+$")
 
@@ -92,47 +90,3 @@ def _name_from_the_end(model: nn.Module, fqn: str) -> str:
             break
         module = child
     return fqn
-
-
-def linears_at_ends(model: nn.Module, linear_config: LinearConfig, is_linear: IsLinear) -> dict[nn.Module, str]:
-    """Return linears of the lists' first and last layers that the configuration leaves in bf16, with the key.
-
-    Raises:
-        ConfigError: the model has no list of layers, or one in each of its layers, or none that is longer.
-    """
-    num_first, num_last = linear_config.num_layers_at_start_in_bf16, linear_config.num_layers_at_end_in_bf16
-    if not num_first and not num_last:
-        return {}
-    found = layer_lists(model, is_linear)
-    _check(found, type(model).__name__, num_first, num_last)
-    ends: dict[nn.Module, str] = {}
-    for layers in found.values():
-        for key, some in ((AT_END, layers[max(len(layers) - num_last, 0) :]), (AT_START, layers[:num_first])):
-            for layer in some:
-                ends.update((module, key) for module in layer.modules() if is_linear(module))
-    return ends
-
-
-def _check(found: dict[str, list[nn.Module]], kind: str, num_first: int, num_last: int) -> None:
-    named = " and ".join(f"fp8.linear.{key}" for key, num in ((AT_START, num_first), (AT_END, num_last)) if num)
-    remedy = 'Set it to 0, and name layers that shall stay in bf16 in "linear.filter_fqns".'
-    if not found:
-        raise ConfigError(
-            f"{named}: expected a model with its layers in an nn.ModuleList (not a list of linears), got a {kind} "
-            f"without. {remedy}"
-        )
-    alike: dict[str, list[str]] = {}
-    for name in found:
-        alike.setdefault(re.sub(r"\d+", "#", name), []).append(name)
-    several = max(alike.values(), key=len)
-    if len(several) > 1:
-        raise ConfigError(
-            f"{named}: expected the layers of a {kind} in one nn.ModuleList, got a list in each: {several[0]}, "
-            f"{several[1]}. {remedy}"
-        )
-    longest = max(found, key=lambda name: len(found[name]))
-    if num_first + num_last >= len(found[longest]):
-        raise ConfigError(
-            f"{named}: expected fewer than the {len(found[longest])} layers of {longest}, got {num_first + num_last}. "
-            "None would be left in FP8: ask for fewer."
-        )

@@ -18,7 +18,7 @@ from fp8_ds.nn.fused.search import by_reason
 from fp8_ds.nn.linear.fp8_linear import Fp8Conv1D, Fp8Linear, conv1d_class, full_shape, is_conv1d, replaced_forward
 from fp8_ds.nn.moe import experts, products
 from fp8_ds.nn.moe.experts import is_experts, why_not
-from fp8_ds.nn.plan.ends import NameFilter, linears_at_ends
+from fp8_ds.nn.plan.ends import NameFilter
 
 ForeignLinears = Mapping[type[nn.Module], type[Fp8Linear] | None]
 """Classes of linears that are no nn.Linear, each with its FP8 class; None: it stays in high precision."""
@@ -198,8 +198,8 @@ def make_plan(
 
     Ranks with like devices decide alike: by names, classes, shapes and the device's kernels. A layer is converted if it
     is exactly an nn.Linear, transformers' Conv1D or a weight of experts as Mixtral's, with its class's forward and
-    torch's product in it; if no name of it contains one of `filter_fqns`; if it is not in the layers that stay in bf16
-    at either end; if it shares its weight with no other module; and if it trains (or `frozen` is "fp8").
+    torch's product in it; if no name of it contains one of `filter_fqns`; if it shares its weight with no other module;
+    and if it trains (or `frozen` is "fp8").
 
     Args:
         model: any nn.Module, also under deepspeed.zero.Init, before conversion.
@@ -211,7 +211,7 @@ def make_plan(
         linear: the function that linears will call in training as torch.nn.functional.linear. None: the present one.
 
     Raises:
-        ConfigError: no linear is left to convert, or the model is converted already; or as in `linears_at_ends`.
+        ConfigError: no linear is left to convert, or the model is converted already.
     """
     names: dict[Any, list[str]] = {}
     for fqn, module in model.named_modules(remove_duplicate=False):
@@ -221,12 +221,11 @@ def make_plan(
             names.setdefault(module, []).append(fqn)
     name_filter = NameFilter(model, linear_config.filter_fqns)
     uses = Counter(id(p) for module in model.modules() for p in module._parameters.values())
-    ends = linears_at_ends(model, linear_config, lambda module: is_layer(module, foreign))
     layers: list[LayerPlan] = []
     for module, fqns in names.items():
         rows, replaced = [], _replaced(module, foreign, linear)
         for name, own_fqns, shape in weights_of(module, fqns):
-            left = "filter_fqns" if name_filter.names(own_fqns) else ends.get(module, replaced)
+            left = "filter_fqns" if name_filter.names(own_fqns) else replaced
             converted, reason = _decide(module, name, left, uses, linear_config, foreign)
             rows.append(LayerPlan(own_fqns[0], shape[-2], shape[-1], converted, reason, *shape[:-2]))
         layers += _without_too_many(rows, linear_config, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,21 +13,21 @@ from torch import nn
 from fp8_ds.checkpoint.state import _how_to_keep, restore_state, wrong_entries
 from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
-from fp8_ds.nn.plan.plan import make_plan
+from fp8_ds.nn.plan.plan import Plan, make_plan
 
 
-def test_how_to_keep_the_layers_turns_off_what_this_run_leaves_in_bf16_at_its_ends() -> None:
+def test_how_to_keep_the_layers_names_those_of_a_checkpoint_of_keys_that_are_gone() -> None:
     """A user adds what is said to the block that there is."""
     layers = [nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)) for _ in range(4)]
     model = nn.ModuleDict({"layers": nn.ModuleList(layers), "lm_head": nn.Linear(32, 32)})
-    was = LinearConfig(num_layers_at_start_in_bf16=1)
-    now = LinearConfig(num_layers_at_end_in_bf16=2)
-    plan = make_plan(model, was)
-    told = _how_to_keep(plan, {"enabled": True}, make_plan(model, now), now)
-    linear = block_of(told)
-    again = LinearConfig.model_validate({**now.model_dump(), **linear})
-    assert [layer.converted for layer in make_plan(model, again).layers] == [layer.converted for layer in plan.layers]
-    assert "num_layers" not in _how_to_keep(plan, {"enabled": True}, plan, LinearConfig())
+    rows = [
+        replace(row, converted=False, reason="num_layers_at_start_in_bf16") if "layers.0." in row.fqn else row
+        for row in make_plan(model, LinearConfig()).layers
+    ]
+    now = LinearConfig(filter_fqns=("lm_head", "layers.-1.", "layers.-2."))
+    told = _how_to_keep(Plan(tuple(rows)), {"enabled": True}, make_plan(model, now))
+    again = LinearConfig.model_validate({**now.model_dump(), **block_of(told)})
+    assert [layer.converted for layer in make_plan(model, again).layers] == [row.converted for row in rows]
 
 
 def block_of(told: str) -> dict[str, Any]:

@@ -75,7 +75,6 @@ def test_tensor_parallel_layers_keep_their_precision() -> None:
         ({"schedule": {"total_steps": 50}}, UNKNOWN, "schedule", {"bf16_last_fraction": 0.03, "total_steps": 50}),
         ({"schedule": {"total_steps": 10}}, KNOWN, "schedule", {"layers": IN_BF16, "total_steps": 10}),
         ({"schedule": {"layers": {"up": "bf16"}}}, UNKNOWN, "schedule", {"layers": {"up": "bf16"}}),
-        ({"linear": {"num_layers_at_end_in_bf16": 1}}, KNOWN, "schedule", {}),
         ({"preset": "fast", "optimizer": {"states": "fp32"}}, KNOWN, "optimizer", {}),
         (
             {"preset": "fast", "optimizer": {"master": "e4m19"}},

@@ -209,8 +209,7 @@ def with_experts() -> nn.Module:
     [
         (with_experts, {}, r"expert-parallel.*got 1\.weight"),
         (lambda: DualPipeVModule.__new__(DualPipeVModule), {}, "DualPipeVModule"),
-        # A stage does not know the ends, nor a layer by its place from the last.
-        (Pipeline, {"num_layers_at_end_in_bf16": 1}, "PipelineModule.*got 0 and 1"),
+        # A stage does not know a layer by its place from the last.
         (Pipeline, {"filter_fqns": ("lm_head", "23.-1", "layers.-1.mlp")}, r"got '23\.-1', 'layers\.-1\.mlp'"),
     ],
 )

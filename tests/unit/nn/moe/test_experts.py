@@ -244,8 +244,8 @@ def test_filters_frozen_weights_scales_of_rows_and_autotp_leave_them_in_bf16() -
 
 def test_first_and_last_layers_are_left_with_their_experts_and_a_plan_survives_a_checkpoint() -> None:
     layers = nn.ModuleList(nn.ModuleDict({"experts": stock()}) for _ in range(3))
-    keys = {"num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1}
-    plan = make_plan(nn.ModuleDict({"layers": layers}), LinearConfig.model_validate(keys))
+    ends = LinearConfig(filter_fqns=("layers.0.", "layers.-1."))
+    plan = make_plan(nn.ModuleDict({"layers": layers}), ends)
     assert [row.converted for row in plan.layers] == [False, False, True, True, False, False]
     model = nn.ModuleDict({"experts": stock(), "head": nn.Linear(16, 16)})
     plan = make_plan(model, LinearConfig())

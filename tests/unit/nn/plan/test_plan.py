@@ -14,7 +14,8 @@ from fp8_ds.errors import ConfigError
 from fp8_ds.nn.linear.fp8_linear import Fp8Linear
 from fp8_ds.nn.linear.recipes import DelayedRecipe
 from fp8_ds.nn.plan.convert import apply_plan
-from fp8_ds.nn.plan.plan import LayerPlan, OtherWeights, Plan, make_plan
+from fp8_ds.nn.plan.ends import layer_lists
+from fp8_ds.nn.plan.plan import LayerPlan, OtherWeights, Plan, is_layer, make_plan
 
 
 class Block(nn.Module):
@@ -90,43 +91,17 @@ def test_negative_numbers_in_names_count_from_the_end_of_the_outermost_list(patt
     assert reasons(plan) == dict.fromkeys(in_bf16, "filter_fqns")
 
 
-def test_layers_at_the_ends_of_each_stack_stay_in_bf16_as_named():
-    config = LinearConfig(num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=2)
-    plan = make_plan(Deep(), config)
-    at_start, at_end = "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"
-    expected = {"encoder.1.0": at_start, "encoder.1.1": at_end, "encoder.1.2": at_end}
-    expected |= {"decoder.0": at_start, "decoder.2": at_end, "decoder.3": at_end}
-    found = reasons(plan)
-    assert {
-        name.split(".experts")[0].rsplit(".up")[0].rsplit(".down")[0]: why for name, why in found.items()
-    } == expected
-    assert (len(found), len(converted(plan))) == (3 * (2 + 4), 8)
+def test_layer_lists_are_the_outermost_ones_with_linears_inside_of_their_entries():
+    lists = layer_lists(Deep(), is_layer)
+    assert {name: len(layers) for name, layers in lists.items()} == {"encoder.1": 3, "decoder": 4}
+    numbered = nn.ModuleDict({"0": Block(), "1": nn.ReLU(), "2": Block()})
+    assert layer_lists(nn.ModuleDict({"layers": numbered}), is_layer) == {"layers": [numbered["0"], numbered["2"]]}
 
 
 @pytest.mark.parametrize("pattern", ["blocks.-3.", "blocks.-1.gate", "lm_head.-1"])
 def test_a_name_from_the_end_that_is_not_there_is_an_error(pattern):
     with pytest.raises(ConfigError, match=rf"filter_fqns: expected a part .* got '{pattern}', which is in none"):
         make_plan(Model(), LinearConfig(filter_fqns=("lm_head", "blocks.0", pattern)), may_be_empty=True)
-
-
-def experts():
-    return nn.ModuleDict({"gate": nn.Linear(32, 32), "experts": nn.ModuleList([Block(), Block(), Block()])})
-
-
-@pytest.mark.parametrize(
-    ("model", "told"),
-    [
-        (nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), "in an nn.ModuleList .*, got a Sequential without"),
-        (nn.ModuleDict({"heads": nn.ModuleList([nn.Linear(32, 32), Block()])}), "got a ModuleDict without"),
-        (nn.Sequential(experts(), experts()), r"got a list in each: 0\.experts, 1\.experts"),
-        (Model(), "expected fewer than the 2 layers of blocks, got 2"),
-    ],
-    ids=["no list", "a list of linears", "lists in layers", "all of them"],
-)
-def test_ends_that_a_model_does_not_have_are_an_error(model, told):
-    config = LinearConfig(num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=1)
-    with pytest.raises(ConfigError, match=f"num_layers_at_start_in_bf16 and .*num_layers_at_end_in_bf16: .*{told}"):
-        make_plan(model, config)
 
 
 def test_tied_frozen_empty_and_other_weights_stay_in_bf16_and_say_why():
