@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -82,7 +82,8 @@ def restore_state(
         for setting in _settings_that_are_gone(state["config"]):
             say(f"fp8: the checkpoint was trained with {setting}, which is gone: the settings of this run count")
         plan = Plan.from_state(state["plan"])
-        if other := _other_layers(plan, context.plan, of_a_stage):
+        fixed = {} if context.precision is None else context.precision.schedule.fixed
+        if other := _other_layers(plan, context.plan, of_a_stage, [name for name in fixed if fixed[name] == "bf16"]):
             say(f"{other}. {_how_to_keep(plan, state['config'], context.plan)}")
         if not module_only:
             if context.precision is not None:
@@ -96,9 +97,10 @@ def restore_state(
         context.history.forget() if history is None else context.history.load_state_dict(history)
 
 
-def _other_layers(there: Plan, here: Plan, of_a_stage: bool) -> str:
-    """Describe how the layers in FP8 differ; empty if they do not."""
+def _other_layers(there: Plan, here: Plan, of_a_stage: bool, in_bf16: Collection[str]) -> str:
+    """Describe how the layers in FP8 differ; empty if they do not. Those `in_bf16` compute so here in every step."""
     before, now = set(_converted(there)), set(_converted(here))
+    now -= set(in_bf16) - before
     if of_a_stage:
         before &= {row.fqn for row in here.layers}
         now &= {row.fqn for row in there.layers}

@@ -127,9 +127,12 @@ def ends_of(model: nn.Module) -> tuple[str, ...]:
 
     if isinstance(model, PipelineModule):
         return ()
-    found = {name: layers for name, layers in layer_lists(model, is_layer).items() if len(layers) > 2}
-    keys = {name: list(model.get_submodule(name)._modules) for name in found}
-    return tuple(f"{name}.{key}." for name, all_keys in keys.items() for key in (all_keys[0], all_keys[-1]))
+    ends: list[str] = []
+    for name, layers in layer_lists(model, is_layer).items():
+        if len(layers) > 2:
+            keys = {id(layer): key for key, layer in model.get_submodule(name).named_children()}
+            ends += [f"{name}.{keys[id(layer)]}." for layer in (layers[0], layers[-1])]
+    return tuple(ends)
 
 
 def _takes_fa3(model: nn.Module, device: torch.device) -> bool:
