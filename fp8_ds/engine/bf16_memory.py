@@ -43,10 +43,11 @@ class Bf16Memory:
 
     @classmethod
     def of(cls, engine: Any) -> Bf16Memory | None:
-        """Build the judge; None if the engine has no such steps, or the user asked for them, or there is no GPU."""
+        """Build the judge; None if no such steps are to come, or the user asked for them, or there is no GPU."""
         block = engine._config._param_dict["fp8"]
         asked = is_written(block, "schedule", "bf16_last_fraction")
-        if engine.device.type != "cuda" or asked or engine.fp8.precision.schedule.last is None:
+        schedule = engine.fp8.precision.schedule
+        if engine.device.type != "cuda" or asked or schedule.last is None or schedule.last <= engine.global_steps:
             return None
         num, device = sum(getattr(p, "ds_numel", p.numel()) for p in engine.fp8.trainable.values()), engine.device
         if engine.zero_optimization_partition_weights():

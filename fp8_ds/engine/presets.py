@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from fp8_ds.config import AttentionConfig, Fp8Config
-from fp8_ds.config.ds_config import block_of, number
+from fp8_ds.config.ds_config import block_of
 from fp8_ds.config.presets import Facts, is_written
+from fp8_ds.engine.compat.model import autotp_sizes
 from fp8_ds.engine.ranks import say
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.nn.plan.convert import change_recipes
@@ -67,7 +68,7 @@ def facts_of(
         device: the device that it trains on; None: FlashAttention-3 is not looked for.
         lr_scheduler: argument of `deepspeed.initialize`, in which transformers' Trainer leaves its number of steps.
     """
-    is_parallel = number(block_of(config, "tensor_parallel").get("autotp_size"), 1) > 1
+    is_parallel = any(size > 1 for size in autotp_sizes(config).values())
     if model is not None and not is_parallel:
         from fp8_ds.tp.autotp import autotp_linears
         from fp8_ds.tp.linears import contexts_of
@@ -160,7 +161,7 @@ def with_schedule(config: Fp8Config, **values: Any) -> Fp8Config:
     return config.model_copy(update={"schedule": config.schedule.model_copy(update=values)})
 
 
-def as_trained(config: Fp8Config, block: Mapping[str, Any], state: Mapping[str, Any]) -> Fp8Config:
+def as_trained(config: Fp8Config, block: Mapping[str, Any], state: Mapping[str, Any], step: int = 0) -> Fp8Config:
     """Return `config` with what a checkpoint was trained with at keys that neither the user nor `"preset"` writes.
 
     These are recipe, gradients and accumulation, and the steps and layers in bf16; the number of steps is this run's.
@@ -169,6 +170,7 @@ def as_trained(config: Fp8Config, block: Mapping[str, Any], state: Mapping[str, 
         config: the engine's, with its preset's values.
         block: the "fp8" block as the user wrote it.
         state: what the checkpoint has of us (fp8_ds/checkpoint/state.py).
+        step: of the checkpoint. Where this run's number of steps is not known, the checkpoint's counts up to its end.
     """
     if config.preset is None or "preset" in block:
         return config
@@ -189,8 +191,11 @@ def as_trained(config: Fp8Config, block: Mapping[str, Any], state: Mapping[str, 
     if ends and "layers" in schedule:
         rows = Plan.from_state(state["plan"]).layers
         schedule["layers"] = schedule["layers"] | {row.fqn: "bf16" for row in rows if row.reason in ends}
+    planned = schedule.get("total_steps")
     if config.schedule.total_steps is not None:
         schedule["total_steps"] = config.schedule.total_steps
+    elif isinstance(planned, int) and step >= planned:  # past the end that was planned: what this run would do
+        schedule = {}
     if not schedule.get("bf16_last_fraction", config.schedule.bf16_last_fraction):
         schedule["total_steps"] = None
     return with_schedule(config, **schedule).model_copy(update={"linear": config.linear.model_copy(update=linear)})
@@ -205,7 +210,9 @@ def go_on_as_trained(engine: Any, state: Mapping[str, Any] | None) -> None:
     context = engine.fp8
     if state is None or context is None:
         return
-    config = as_trained(context.config, engine._config._param_dict["fp8"], state)
+    if context.started_with is None:
+        context.started_with = context.config
+    config = as_trained(context.started_with, engine._config._param_dict["fp8"], state, engine.global_steps)
     if config == context.config:
         return
     change = partial(change_recipes, engine.module, config.linear, context.history)

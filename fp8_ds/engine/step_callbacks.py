@@ -23,6 +23,7 @@ from fp8_ds.engine.presets import ends_of, with_schedule
 from fp8_ds.engine.ranks import say, say_problem, warn
 from fp8_ds.engine.sizes import SizeDecision
 from fp8_ds.errors import UnsupportedError
+from fp8_ds.log import logger
 from fp8_ds.monitor.guard import EVERY as GUARD_EVERY
 from fp8_ds.monitor.guard import Guard, Problems
 from fp8_ds.monitor.health import HealthMonitor, Listener
@@ -140,13 +141,16 @@ class StepCallbacks:
 
     def _leave_out_last_steps(self) -> None:
         """Keep the first and last layer in bf16 from now on, and no steps at the end, which do not fit into memory."""
-        context, ends = self._engine.fp8, dict.fromkeys(ends_of(self._engine.module), "bf16")
-        context.config = with_schedule(context.config, layers=ends, bf16_last_fraction=0.0, total_steps=None)
+        context, names = self._engine.fp8, self.precision.names
+        ends = {end: "bf16" for end in ends_of(self._engine.module) if any(end in name for name in names)}
+        layers = {**ends, **context.config.schedule.layers}
+        context.config = with_schedule(context.config, layers=layers, bf16_last_fraction=0.0, total_steps=None)
         self.precision.change(context.config.schedule, lambda: None)
         self._update_precision()
+        instead = " The first and last layer compute in bf16 from here on instead." if ends else ""
         say_problem(
-            "fp8: the last steps of this run stay in FP8, for in bf16 they might not fit into a GPU's memory. The "
-            "first and last layer compute in bf16 from here on instead. To have the last steps in bf16 all the same, "
+            "fp8: the last steps of this run stay in FP8, for in bf16 they might not fit into a GPU's memory."
+            f"{instead} To have the last steps in bf16 all the same, "
             'write "schedule": {"bf16_last_fraction": 0.03}; a smaller micro-batch makes room'
         )
 
@@ -189,6 +193,7 @@ class StepCallbacks:
         self._first_micro_step = self._engine.micro_steps
         if self.sizes.is_open:  # until the next forward decides
             self.precision.too_small = self.precision.unrecorded
+        self._memory = Bf16Memory.of(self._engine)
         self.precision.tell_of_resume(self._engine.global_steps)
         self._update_precision()
         if self.monitor is not None:
@@ -225,8 +230,8 @@ class StepCallbacks:
         if self.monitor is not None:
             self.monitor.flush()
         last, step = self.precision.schedule.last, self._engine.global_steps
-        if last is not None and self._last_save is not None and step < last:
-            say(
+        if last is not None and self._last_save is not None and step < last and self._engine.global_rank == 0:
+            logger.info(  # not `say`: process groups may be gone
                 f"fp8: this run ends at step {step}, before the bf16 steps that it was to end with (from step {last} "
                 f"on): what was saved at step {self._last_save} has a loss that these would lower by some 0.1 %. To "
                 'have them, resume with the number of steps that you want in "schedule": {"total_steps": ...}'

@@ -38,6 +38,7 @@ class Fp8Context:
         check_overflow: `bf16.check_grad_overflow`.
         release: updates weights during the backward; None without gradient release.
         precision: which layers compute in bf16; None until the engine is built.
+        started_with: the configuration before a checkpoint has changed it; None if none has.
     """
 
     config: Fp8Config
@@ -48,6 +49,7 @@ class Fp8Context:
     check_overflow: bool = True
     release: ReleaseUpdater | None = None
     precision: LayerPrecision | None = None
+    started_with: Fp8Config | None = None
 
     def __post_init__(self) -> None:
         self._trainable = frozenset(name for name, p in self.weights.items() if p.requires_grad)

@@ -188,6 +188,7 @@ def trained(stage: int, fp8: dict[str, Any] | None, tp_size: int, num_steps: int
     [
         (4, 1, {}, False),
         (2, 2, {}, True),
+        (2, 2, {"preset": "auto"}, True),
         (2, 2, {"linear": {"recipe": "rowwise", "filter_fqns": []}, "activations": {"fused": True}}, False),
         (
             2,
@@ -198,7 +199,7 @@ def trained(stage: int, fp8: dict[str, Any] | None, tp_size: int, num_steps: int
         (2, 2, {"linear": {"recipe": "blockwise", "backend": "reference"}}, False),
         (2, 2, {"optimizer": {"states": "fp8", "master": "e4m11"}}, False),
     ],
-    ids=["two by two", "tp_model_init", "rowwise-fused-head", "delayed", "blockwise", "fp8 states"],
+    ids=["two by two", "tp_model_init", "preset", "rowwise-fused-head", "delayed", "blockwise", "fp8 states"],
 )
 def test_ranks_train_with_stocks_gradient_norm_and_gather_bytes_of_their_shards(
     ranks: Any, world_size: int, stage: int, block: dict[str, Any], by_call: bool

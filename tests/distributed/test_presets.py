@@ -145,6 +145,23 @@ def test_a_longer_run_goes_back_to_fp8_and_ends_later(ranks: Any, tmp_path: Path
     assert nums == [6] and not any("back to FP8" in line for line in told)
 
 
+def loaded_twice(old: str, new: str) -> tuple[list[float], str]:
+    engine = training.build(config(2, AUTO), seed=7)
+    engine.load_checkpoint(old)
+    engine.load_checkpoint(new)
+    losses, name = training.train(engine, 2, 3), engine.module.blocks[1].up.fp8_recipe.name
+    training.destroy(engine)
+    return losses, name
+
+
+def test_a_second_checkpoint_brings_its_own_settings(ranks: Any, tmp_path: Path) -> None:
+    old, new = str(tmp_path / "old"), str(tmp_path / "new")
+    ranks(2).run(saved, 2, PLAIN, old, 3, {}, True)
+    ranks(2).run(saved, 2, AUTO, new, 3, {}, False)
+    straight = ranks(2).run(trained, 2, AUTO, 5, {})[0][0]
+    assert ranks(2).run(loaded_twice, old, new)[0] == (straight[3:], "delayed")
+
+
 def ended_early(folder: str, steps: int, saves: bool) -> list[str]:
     lines = Lines()
     engine = training.build(config(2, AUTO, **scheduler(20)))
@@ -162,12 +179,12 @@ def test_a_run_that_ends_before_its_bf16_steps_says_so_once(ranks: Any, tmp_path
     assert ranks(1).run(ended_early, str(tmp_path), 20, True)[0] == []
 
 
-def without_room(stage: int) -> tuple[list[int], list[str], dict[str, Any]]:
+def without_room(stage: int, fp8: dict[str, Any]) -> tuple[list[int], list[str], dict[str, Any]]:
     original, made = Bf16Memory.of, Memory(40, 85, 100)
     Bf16Memory.of = classmethod(lambda cls, engine: cls(10, lambda: made, lambda: None))  # type: ignore[method-assign, assignment]
     lines, nums = Lines(), []
     try:
-        engine = training.build(config(stage, AUTO, **scheduler(20)))
+        engine = training.build(config(stage, fp8, **scheduler(20)))
         for step in range(20):
             nums.append(engine.fp8_report()["num_layers_in_bf16"])
             training.train(engine, 1, step)
@@ -181,10 +198,12 @@ def without_room(stage: int) -> tuple[list[int], list[str], dict[str, Any]]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_last_steps_that_do_not_fit_are_ends_in_bf16_from_then_on(ranks: Any, stage: int) -> None:
-    (nums, told, schedule), (others, told_there, _) = ranks(2).run(without_room, stage)
+    (nums, told, schedule), (others, told_there, _) = ranks(2).run(without_room, stage, AUTO)
     assert nums == others == [0] * 5 + [4] * 15
     assert len(told) == 1 and told_there == []
     assert schedule["layers"] == {"blocks.0.": "bf16", "blocks.2.": "bf16"} and not schedule["bf16_last_fraction"]
+    written = {"schedule": {"layers": {"blocks.1.up": "bf16"}}}
+    assert ranks(1).run(without_room, stage, written)[0][0] == [1] * 5 + [5] * 15
 
 
 def compiled_then_loaded(folder: str) -> tuple[list[float], str]:

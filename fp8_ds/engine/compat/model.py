@@ -224,7 +224,7 @@ def refuse_autotp_size(config: Config, mpu: Any) -> None:
         mpu: the `mpu` that deepspeed.initialize is given, whose groups are not checked here.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
-    for name, size in _autotp_sizes(config).items():
+    for name, size in autotp_sizes(config).items():
         if size > 1 and _shares_sequences(mpu):
             raise ConfigError(
                 f"{name}: expected none with an mpu of sequence parallelism (Ulysses), got {size}: ZeRO would average "
@@ -237,7 +237,7 @@ def refuse_autotp_size(config: Config, mpu: Any) -> None:
             )
 
 
-def _autotp_sizes(config: Config) -> dict[str, int]:
+def autotp_sizes(config: Config) -> dict[str, int]:
     """Return the sizes that AutoTP is set to, by the setting that says so; empty if it is off."""
     from deepspeed.runtime.tensor_parallel import init_utils
 
@@ -250,7 +250,7 @@ def _autotp_sizes(config: Config) -> dict[str, int]:
 
 def refuse_second_sharding(model: Module, config: Config) -> None:
     """Refuse AutoTP for a TP-sharded model, because it would take a rank's shards for the whole."""
-    for name, size in _autotp_sizes(config).items():
+    for name, size in autotp_sizes(config).items():
         if size > 1 and contexts_of(model):
             raise ConfigError(
                 f"{name}: expected none with a model that fp8_ds.tp.parallelize has sharded, got {size}. Leave out one "

@@ -86,13 +86,13 @@ def change_recipes(model: nn.Module, linear_config: LinearConfig, history: AmaxH
     input_cache = InputCache()
     if history is not None:
         history.fp8_max[1::2] = BY_NAME[linear_config.grad_dtype].max
-    for layer in fp8_layers(model).values():
+    for fqn, layer in fp8_layers(model).items():
         old = layer.fp8_recipe
         new: Recipe
         if linear_config.recipe == "delayed":
-            assert isinstance(old, DelayedRecipe) and history is not None and old.slot_x.origin and old.slot_grad.origin
-            slots = old.slot_x.origin[1], old.slot_grad.origin[1]
-            new = DelayedRecipe(linear_config, history, *slots, input_cache)
+            assert history is not None, "a run without amax histories has scales of the tensor at hand, to its end"
+            slot_x, slot_grad = (history.names.index(f"{fqn} {kind}") for kind in ("input", "grad_output"))
+            new = DelayedRecipe(linear_config, history, slot_x, slot_grad, input_cache)
         else:
             new = RECIPES[linear_config.recipe](linear_config, input_cache)
         new.weight_is_transposed = old.weight_is_transposed

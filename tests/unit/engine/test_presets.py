@@ -72,9 +72,12 @@ SAVED = {
 ENDS = ("l.0.", "l.9.")
 
 
-def trained(block: dict[str, Any], facts: Facts, saved: dict[str, Any], rows: Any = ()) -> dict[str, Any]:
-    config = Fp8Config.from_block({"enabled": True, **block}, facts)
-    return resolved(as_trained(config, {"enabled": True, **block}, {"config": saved, "plan": Plan(rows).to_state()}))
+def trained(
+    block: dict[str, Any], facts: Facts, saved: dict[str, Any], rows: Any = (), step: int = 10
+) -> dict[str, Any]:
+    written = {"enabled": True, **block}
+    state = {"config": saved, "plan": Plan(rows).to_state()}
+    return resolved(as_trained(Fp8Config.from_block(written, facts), written, state, step))
 
 
 def test_a_run_goes_on_as_its_checkpoint_was_trained() -> None:
@@ -92,6 +95,8 @@ def test_the_number_of_steps_is_that_of_this_run() -> None:
     expected = {"bf16_last_fraction": 0.03, "total_steps": 500}
     assert trained({}, Facts(500, ENDS), saved)["schedule"] == expected
     assert trained({}, Facts(None, ENDS), saved)["schedule"] == {**expected, "total_steps": 100}
+    past = trained({}, Facts(None, ENDS), saved, step=100)["schedule"]
+    assert past == {"layers": dict.fromkeys(ENDS, "bf16")}  # and not in bf16 for ever
     ends = {"linear": {}, "schedule": {"bf16_last_fraction": 0.0, "layers": {"l.0.": "bf16"}}}
     assert trained({}, Facts(500, ENDS), ends)["schedule"] == {"layers": {"l.0.": "bf16"}}
 
