@@ -62,7 +62,7 @@ def trained(stage: int, fp8: dict[str, Any], steps: int, more: dict[str, Any]) -
     return losses, nums
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_one_key_trains_as_what_it_says_it_is(ranks: Any, stage: int) -> None:
     """The resolved block, written out, gives the same bits."""
     for more, facts in (({}, Facts(None, ("blocks.0.", "blocks.2."))), (scheduler(20), Facts(20))):
@@ -196,7 +196,7 @@ def without_room(stage: int, fp8: dict[str, Any]) -> tuple[list[int], list[str],
     return nums, lines.having("might not fit"), block["schedule"]
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_last_steps_that_do_not_fit_are_ends_in_bf16_from_then_on(ranks: Any, stage: int) -> None:
     (nums, told, schedule), (others, told_there, _) = ranks(2).run(without_room, stage, AUTO)
     assert nums == others == [0] * 5 + [4] * 15

@@ -14,11 +14,11 @@ pytest.importorskip("accelerate")
 
 QUICK = ("trainer_resumes:2", "trainer_resumes:2:fp8", "lora_resumes:3", "pretrained:3")
 QUICK += ("accelerate:3", "generation:3", "models:3:mixtral", "reference:2", "reference:3")
-QUICK += ("one_key:2:compiled", "one_key:3", "one_key:2:lora")
+QUICK += ("one_key:2:compiled",)
 SLOW = ("trainer_resumes:3", "trainer_resumes:3:fp8", "lora_resumes:2", "accelerate:2")
 SLOW += ("lora_experts:2", "lora_experts:3")
 SLOW += ("models:2", "models:3", "generation:2", "pretrained:2")
-SLOW += ("one_key:2", "one_key:2:optimizer", "one_key:3:mixtral")
+SLOW += ("one_key:2", "one_key:3", "one_key:2:lora", "one_key:2:optimizer", "one_key:3:mixtral")
 
 
 @pytest.mark.parametrize("cases", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["quick", "slow"])
