@@ -316,7 +316,7 @@ def run_of_layers(zero: dict[str, Any], first_compiled: int, fp8: dict[str, Any]
     ("num_ranks", "first_compiled", "fp8", "checkpointing"),
     [
         (1, 3, DELAYED, False),
-        (2, 0, {}, False),
+        pytest.param(2, 0, {}, False, marks=pytest.mark.slow),
         pytest.param(2, 3, RELEASE, True, marks=pytest.mark.slow),
     ],
     ids=str,
