@@ -83,9 +83,9 @@ def _values(preset: Preset, block: Block, facts: Facts) -> dict[str, dict[str, A
         "activations": {"fused": True},
         "guard": {"action": "report" if facts.is_parallel else "bf16"},
     }
+    values["schedule"] = _schedule(preset, written("schedule"), facts)
     if preset == "serve":
         return values | {"linear": {**linear, "weight_scales": "power_of_two"}}
-    values["schedule"] = _schedule(preset, written("schedule"), facts)
     if facts.is_parallel and facts.ends:
         values["linear"] = {**linear, "filter_fqns": ["lm_head", *facts.ends]}
     if preset == "fast":
@@ -98,13 +98,17 @@ def _values(preset: Preset, block: Block, facts: Facts) -> dict[str, dict[str, A
 
 
 def _schedule(preset: Preset, written: Block, facts: Facts) -> dict[str, Any]:
-    """Return what stays in bf16: the last steps if their number is known, else the first and last layer."""
+    """Return what stays in bf16: the last steps if their number is known, else the first and last layer.
+
+    A fraction that the user writes is one of the steps that are known, with any preset.
+    """
     if facts.is_parallel:
         return {}
-    if preset != "precise" and facts.has_last_steps:
-        fraction = written.get("bf16_last_fraction", LAST_FRACTION)
-        total = {"total_steps": facts.num_steps} if fraction and isinstance(facts.num_steps, int) else {}
-        return {"bf16_last_fraction": LAST_FRACTION, **total}
-    if written.get("bf16_last_fraction"):
-        return {}
-    return {"layers": dict.fromkeys(facts.ends, "bf16")}
+    values: dict[str, Any] = {}
+    if preset in ("auto", "fast") and facts.has_last_steps:
+        values["bf16_last_fraction"] = LAST_FRACTION
+    elif preset == "precise" or (preset != "serve" and not written.get("bf16_last_fraction")):
+        values["layers"] = dict.fromkeys(facts.ends, "bf16")
+    if isinstance(facts.num_steps, int) and written.get("bf16_last_fraction", values.get("bf16_last_fraction")):
+        values["total_steps"] = facts.num_steps
+    return values

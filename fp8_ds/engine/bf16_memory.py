@@ -12,7 +12,7 @@ from fp8_ds.config.presets import is_written
 from fp8_ds.engine.ranks import tell_all
 
 _MAX_SHARE = 0.95
-"""Of the memory that can be had; the rest is for what the allocator cannot use."""
+"""Share of the memory that can be had; the rest is for what the allocator cannot use."""
 _FIRST, _SECOND = 3, 5
 """Steps of this process after which it is judged, the second time by the peak of training alone."""
 

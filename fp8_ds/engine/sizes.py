@@ -1,4 +1,4 @@
-"""Which linears of an engine are too small for FP8: decided once, by the batch of its first training forward."""
+"""Decision on the linears that are too small for FP8, made once, by the batch of the first training forward."""
 
 from __future__ import annotations
 

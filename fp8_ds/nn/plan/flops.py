@@ -1,4 +1,4 @@
-"""Which products are large enough to gain in FP8, and the share of a model's that is in it: from shapes alone."""
+"""Products that are large enough to gain in FP8, and the share of a model's that is in it: from shapes alone."""
 
 from __future__ import annotations
 

@@ -46,6 +46,8 @@ def test_each_preset_has_what_it_is_for() -> None:
     assert "attention" not in of({"preset": "fast"}, KNOWN)
     assert of({"preset": "precise"}, KNOWN) == of({}, UNKNOWN)
     serve = of({"preset": "serve"}, KNOWN)
+    both = of({"preset": "precise", "schedule": {"bf16_last_fraction": 0.1}}, KNOWN)["schedule"]
+    assert both == {"layers": IN_BF16, "bf16_last_fraction": 0.1, "total_steps": 1000}
     assert serve["linear"] == {**AUTO_LINEAR, "weight_scales": "power_of_two"} and "schedule" not in serve
     assert of({"preset": None}, KNOWN) == {}
 

@@ -132,3 +132,23 @@ ROOMY, TIGHT = Memory(40, 60, 100), Memory(40, 85, 100)
 )
 def test_last_steps_that_might_not_fit_on_one_rank_are_refused_on_all(memories: Any, expected: Any) -> None:
     assert on_threads(2, judged, memories, 10) == [expected, expected]
+
+
+def test_fast_takes_flash_attention_3_only_with_all_that_a_batch_may_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    from fp8_ds.attention import huggingface, packages
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=32)
+    installed: list[packages.FlashAttention3] = []
+    monkeypatch.setattr(huggingface, "refuse_backend", lambda backend, device: None)
+    monkeypatch.setattr(packages, "find_fa3", lambda: installed[-1])
+
+    def takes(attention: str = "sdpa", backward: Any = print, **flags: bool) -> bool:
+        installed.append(packages.FlashAttention3("fa3", print, backward, flags))
+        model = transformers.LlamaForCausalLM._from_config(config, attn_implementation=attention)
+        return facts_of({}, model, torch.device("cpu")).has_fa3
+
+    assert takes() and takes(FLASHATTENTION_DISABLE_VARLEN=False)
+    assert not (takes(backward=None) or takes("eager") or takes(FLASHATTENTION_DISABLE_VARLEN=True))
+    assert not takes(FLASHATTENTION_DISABLE_LOCAL=True)
