@@ -12,15 +12,14 @@ come last. A run is a process of its own, and trains on the same text from the s
 
 The learning rate's scheduler says that training takes 100 steps, of which the last three are in bf16. Ours takes 16
 more, which are in bf16, too, and change nothing (their rate is zero): a step's time is 97 % of one in FP8 and 3 % of
-one in bf16, medians of blocks of four steps. The loss is the mean of steps 81 to 100. While a run has the GPU the next
-one's process imports what it needs, and waits. Runs that failed are tried again when nothing else is left. Without a
-GPU: tiny models, compiled by aot_eager.
+one in bf16, medians of blocks of four steps. The loss is the mean of steps 81 to 100. Most of a run is compiling, so
+each GPU has several at once, but whoever times a block has the GPU for itself: the others stop before their next block.
+Runs that failed are tried again when nothing else is left. Without a GPU: tiny models, compiled by aot_eager.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import subprocess
@@ -28,11 +27,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
+import torch
 from end_to_end import machine
-from processes import ENDED, error_of, wait_or_end
+from processes import ENDED, error_of, run_or_end
 from results_io import ROOT, dated_stem, heading
 from training_text import prepare
 
@@ -46,7 +48,7 @@ STEPS_COMPILED_BF16 = 60
 LAST_SHARE = 0.03
 """Of the steps that `{"enabled": true}` takes in bf16, where their number is known."""
 HERE = Path(__file__).resolve().parent
-LIMIT = 300.0
+LIMIT = 400.0
 """Seconds after which a run has failed."""
 
 
@@ -88,6 +90,10 @@ class Run(NamedTuple):
     @property
     def name(self) -> str:
         return " ".join(map(str, self))
+
+    @property
+    def is_ours(self) -> bool:
+        return self.setting != "bf16"
 
     @property
     def references(self) -> tuple[Run, Run]:
@@ -207,12 +213,12 @@ def ds_config(run: Run, micro_batch: int) -> dict[str, Any]:
 
 def make_spec(run: Run, text: Path) -> dict[str, Any]:
     """All that a run's process needs to know."""
-    on_cuda, is_ours = uses_cuda(), run.setting != "bf16"
+    on_cuda = uses_cuda()
     width, sizes = (run.width, WIDTHS[run.width]) if on_cuda else TINY
     config = ds_config(run, sizes.micro_batch)
     if not on_cuda:
         config["optimizer"]["params"]["torch_adam"] = True
-    compiled_bf16 = run.mode == "compiled" and not is_ours
+    compiled_bf16 = run.mode == "compiled" and not run.is_ours
     return {
         "model_type": run.model,
         "model": model_config(run.model, width, sizes, VOCAB if on_cuda else 256),
@@ -222,7 +228,7 @@ def make_spec(run: Run, text: Path) -> dict[str, Any]:
         "device": "cuda" if on_cuda else "cpu",
         "text": str(text),
         "seq": sizes.seq,
-        "num_steps": STEPS_COMPILED_BF16 if compiled_bf16 else STEPS + AFTER * is_ours,
+        "num_steps": STEPS_COMPILED_BF16 if compiled_bf16 else STEPS + AFTER * run.is_ours,
         "num_warm": 20 if compiled_bf16 else 40,
     }
 
@@ -230,38 +236,22 @@ def make_spec(run: Run, text: Path) -> dict[str, Any]:
 # --- all runs ---
 
 
-class Process:
-    """A run's process, which waits before it touches the device."""
-
-    def __init__(self, spec: Mapping[str, Any], stem: Path) -> None:
-        spec_path, self.out, self.output = (stem.with_suffix(f".{kind}") for kind in ("spec", "out", "log"))
-        spec_path.write_text(json.dumps(spec))
-        env = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        env |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])}
-        if spec["device"] == "cpu":
-            env["DS_ACCELERATOR"] = "cpu"
-        command = [sys.executable, str(HERE / "out_of_box_run.py"), "--spec", str(spec_path), "--out", str(self.out)]
-        with self.output.open("w") as file:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True
-            )
-
-    def finish(self, limit: float) -> tuple[int, dict[str, Any]]:
-        """Let it go on; return its exit status and its result, or "error", and "wall_s"."""
-        began, pipe = time.monotonic(), self.process.stdin
-        assert pipe is not None
-        with contextlib.suppress(BrokenPipeError):  # of one that has failed already
-            pipe.write(b"go\n")
-            pipe.close()
-        code = wait_or_end(self.process, limit)
-        if code == 0:
-            result = json.loads(self.out.read_text())
-        else:
-            result = {"error": error_of(code, self.output.read_text(errors="replace"), limit).splitlines()[0][:300]}
-        return code, {**result, "wall_s": round(time.monotonic() - began, 1)}
-
-    def end(self) -> None:
-        wait_or_end(self.process, 0, grace=2)
+def run_one(spec: Mapping[str, Any], stem: Path, gpu: int, limit: float) -> tuple[int, dict[str, Any], str]:
+    """A run in a process of its own, on one GPU: its exit status, its result, or "error", with "wall_s", and output."""
+    spec_path, out, output = (stem.with_suffix(f".{kind}") for kind in ("spec", "out", "log"))
+    spec_path.write_text(json.dumps(spec))
+    env = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    env |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])}
+    env |= {"DS_ACCELERATOR": "cpu"} if spec["device"] == "cpu" else {"CUDA_VISIBLE_DEVICES": str(gpu)}
+    command = [sys.executable, str(HERE / "out_of_box_run.py"), "--spec", str(spec_path), "--out", str(out)]
+    began = time.monotonic()
+    with output.open("w") as file:
+        code = run_or_end(command, limit, grace=2, stdout=file, stderr=subprocess.STDOUT, env=env)
+    printed = output.read_text(errors="replace")
+    result = (
+        json.loads(out.read_text()) if code == 0 else {"error": error_of(code, printed, limit).splitlines()[0][:300]}
+    )
+    return code, {**result, "wall_s": round(time.monotonic() - began, 1)}, printed
 
 
 def wanted(rows: Sequence[Run]) -> list[Run]:
@@ -273,35 +263,40 @@ def wanted(rows: Sequence[Run]) -> list[Run]:
 
 
 def measure(runs: Sequence[Run], state: dict[str, Any], path: Path, text: Path, args: argparse.Namespace) -> None:
-    """Take the runs that are missing, and write the state after each."""
+    """Take the runs that are missing, several at once on each GPU, and write the state after each."""
     found = state["runs"]
     failed = [run for run in runs if "error" in found.get(run.name, {})]
     todo = [run for run in runs if run.name not in found] + failed
-    with tempfile.TemporaryDirectory() as folder:
+    guard = Lock()
 
-        def started(number: int) -> Process | None:
-            return Process(make_spec(todo[number], text), Path(folder, str(number))) if number < len(todo) else None
+    def seconds(run: Run) -> float:
+        """The longest that one like it took."""
+        alike = [found.get(known.name) for known in runs if (known.mode, known.is_ours) == (run.mode, run.is_ours)]
+        return max((result["wall_s"] for result in alike if is_good(result)), default=0.0)
 
-        following = started(0)
-        try:
-            for number, run in enumerate(todo):
+    def take_runs(gpu: int, folder: Path) -> None:
+        while True:
+            with guard:
                 left = args.end - time.monotonic()
-                longest = max((result["wall_s"] for result in found.values() if is_good(result)), default=0.0)
-                if following is None or longest > left:
-                    break
-                process, following = following, started(number + 1)
-                code, result = process.finish(min(left, LIMIT))
+                run = next((run for run in todo if seconds(run) < left), None)
+                if run is None:
+                    return
+                todo.remove(run)
+            spec = make_spec(run, text) | {"turns": str(folder / f"turns-{gpu}")}
+            code, result, printed = run_one(spec, folder / run.name.replace(" ", "-"), gpu, min(left, LIMIT))
+            with guard:
                 if args.log is not None:
                     with args.log.open("a") as log:
-                        log.write(f"===== {run.name}\n{process.output.read_text(errors='replace')}\n")
+                        log.write(f"===== {run.name}\n{printed}\n")
                 if code == ENDED and left < LIMIT:
-                    break  # it had no time
+                    return  # it had no time
                 found[run.name] = result
                 write(path, state)
                 print(f"{run.name}: {json.dumps(result)}", flush=True)
-        finally:
-            if following is not None:
-                following.end()
+
+    gpus = [gpu for gpu in range(torch.cuda.device_count() if uses_cuda() else 1) for _ in range(args.at_once)]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(gpus)) as pool:
+        list(pool.map(take_runs, gpus, [Path(folder)] * len(gpus)))
 
 
 def write(path: Path, state: Mapping[str, Any]) -> None:
@@ -367,6 +362,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=540.0, help="seconds for the whole command")
     parser.add_argument("--resume", type=Path, metavar="JSON", help="file of earlier pieces, of the same kind of GPU")
     parser.add_argument("--rows", type=int, default=len(ROWS), help="so many, from the first")
+    parser.add_argument("--modes", nargs="+", default=["eager", "compiled"], help="only rows of these")
+    parser.add_argument("--at-once", type=int, default=3, help="runs that share a GPU; their memory must fit it")
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir(), "end_to_end_text"))
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--log", type=Path, help="append all output of all runs to this file")
@@ -375,7 +372,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    args.end, rows = time.monotonic() + args.budget, ROWS[: args.rows]
+    args.end, rows = time.monotonic() + args.budget, [row for row in ROWS[: args.rows] if row.mode in args.modes]
     path = dated_stem(args.out, "out-of-box").with_suffix(".json")
     state: dict[str, Any] = json.loads(args.resume.read_text()) if args.resume else {"runs": {}}
     if args.budget > 0:
@@ -388,7 +385,7 @@ def main() -> None:
         state = about | state
         measure(wanted(rows), state, path, cache, args)
     write(path, state)
-    text_of_table = heading(path.stem) + table(rows, state["runs"])
+    text_of_table = heading(path.stem) + table(ROWS[: args.rows], state["runs"])
     path.with_suffix(".md").write_text(text_of_table)
     print(text_of_table)
 

@@ -152,26 +152,16 @@ def test_out_of_box_measures_what_is_missing(
     state["runs"][row.name] = {"error": "out of memory", "wall_s": 1.0}
     resumed = tmp_path / "resumed.json"
     resumed.write_text(json.dumps(state))
-    monkeypatch.setattr(script, "Process", FakeProcess)
+    taken = []
+
+    def run_one(spec: dict[str, Any], stem: Path, gpu: int, limit: float) -> tuple[int, dict[str, Any], str]:
+        taken.append((gpu, spec["ds_config"].get("fp8")))
+        result = {"step_ms": 2.0, "bf16_ms": 4.0, "gib": 1.0, "bf16_gib": 2.0, "loss": 4.0, "plan": "fp8: 8 of 9"}
+        return 0, {**result, "wall_s": 1.0}, "printed"
+
+    monkeypatch.setattr(script, "run_one", run_one)
     printed = run_main("out_of_box", "--cache", text_cache, "--resume", resumed, "--out", tmp_path)
-    assert [spec["ds_config"].get("fp8") for spec in FakeProcess.finished] == [block]
+    assert taken == [(0, block)]
     ratio = eager["step_ms"] / (0.97 * 2 + 0.03 * 4)
     assert f"2.0, 4.0 | {ratio:.2f} (1.3) | {eager['step_ms'] / compiled['step_ms']:.2f} |" in printed
     assert "1 of 1 rows are measured: 1 are at least as fast, 1 reach their target" in printed
-
-
-class FakeProcess:
-    """A run that ends at once."""
-
-    finished: list[dict[str, Any]] = []  # noqa: RUF012 (all of them)
-
-    def __init__(self, spec: dict[str, Any], stem: Path) -> None:
-        self.spec, self.output = spec, stem
-
-    def finish(self, limit: float) -> tuple[int, dict[str, Any]]:
-        self.finished.append(self.spec)
-        result = {"step_ms": 2.0, "bf16_ms": 4.0, "gib": 1.0, "bf16_gib": 2.0, "loss": 4.0, "plan": "fp8: 8 of 9"}
-        return 0, {**result, "wall_s": 1.0}
-
-    def end(self) -> None:
-        raise AssertionError("a process was started that is not needed")
