@@ -44,6 +44,7 @@ def _sinks_of_json(value: Any) -> Any:
 
 
 DeepSpeedFix = Literal[
+    "adam_step",
     "attention_masks",
     "epilogue_sync",
     "fetches_ahead",

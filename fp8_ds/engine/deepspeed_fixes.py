@@ -36,6 +36,7 @@ from fp8_ds.comm.reduce_scatter import reduce_scatter_shares
 from fp8_ds.config import DeepSpeedFix, Fp8Config
 from fp8_ds.engine import attention_masks, leaf_modules
 from fp8_ds.tp.group import device_of
+from fp8_ds.zero.one_pass import OnePassStage3, OnePassStage12
 
 FETCHES_AHEAD = 4
 """Fetches of leaves that the host may run ahead; in FP8 these are the bytes of two leaves in bf16."""
@@ -54,10 +55,10 @@ def mixins(host: type, config: Fp8Config, gradient_clipping: float) -> list[type
     if issubclass(host, DeepSpeedZeroOptimizer_Stage3):
         found += [("universal_step", OwnUniversalSteps), ("reduce_scatter", FewerLaunches)]
         found += [("stale_gradients", FreshGradients)] if keeps_gradients else []
-        found += [("epilogue_sync", EpilogueOnDevice)] if has_fp8_states else []
+        found += [("epilogue_sync", EpilogueOnDevice)] if has_fp8_states else [("adam_step", OnePassStage3)]
     else:
         found += [("graph_gradients", GradientsOutOfGraphs)]
-        found += [] if has_fp8_states else [("overflow_check", OverflowFromNorms)]
+        found += [] if has_fp8_states else [("adam_step", OnePassStage12), ("overflow_check", OverflowFromNorms)]
     return [mixin for name, mixin in found if config.has_fix(name)]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor
 
@@ -25,7 +26,7 @@ def global_norm(optimizer: Any, grads: list[Tensor], params: list[Any]) -> Tenso
     gradient is, and NaN if ranks would step with different numbers.
 
     Args:
-        optimizer: a ZeRO optimizer that is `Fp8States`.
+        optimizer: a ZeRO optimizer that is `Fp8States` or `OnePass`.
         grads: this rank's pieces, none twice.
         params: the parameter of each.
     """
@@ -39,7 +40,7 @@ def global_norm(optimizer: Any, grads: list[Tensor], params: list[Any]) -> Tenso
     if counted:
         total = optimizer._fp8_squares(counted)
     else:
-        device = grads[0].device if grads else optimizer.optimizer.core.device
+        device = get_accelerator().current_device_name()
         total = torch.zeros((), dtype=torch.float32, device=device)
     total = optimizer._fp8_alike.sum(total.view(1), optimizer.param_groups)[0]
     optimizer._model_parallel_all_reduce(tensor=total, op=dist.ReduceOp.SUM)
@@ -121,14 +122,13 @@ class HyperparameterCheck:
     with a sum that all ranks wait for anyway.
 
     Args:
-        core: steps the shards. Nothing is compared if it chooses no scale ahead.
+        core: steps the shards. Nothing is compared without one, or if it chooses no scale ahead.
     """
 
-    def __init__(self, core: AdamCore, group: Any) -> None:
-        self._core = core
+    def __init__(self, core: AdamCore | None, group: Any) -> None:
+        self._core = core if core is not None and core.scales.num > 0 and dist.get_world_size(group) > 1 else None
         self._group = group
         self._num_ranks = dist.get_world_size(group)
-        self._is_on = core.scales.num > 0 and self._num_ranks > 1
         # Bool, 0-dim: ranks differed in the step before, and in the one that runs. None: nothing was compared.
         self._before: Tensor | None = None
         self._now: Tensor | None = None
@@ -140,7 +140,7 @@ class HyperparameterCheck:
             values: float32, 1-D.
             param_groups: those that the step follows. A learning rate that is a tensor is not compared.
         """
-        if not self._is_on:
+        if self._core is None:
             dist.all_reduce(values, group=self._group)
             return values
         sums = torch.cat([values, self._core.digest(param_groups)])

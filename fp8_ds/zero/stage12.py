@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.zero import stage_1_and_2
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from fp8_ds.nn.linear.payload import Fp8Payload, Granularity
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.zero.access12 import Fp8AccessStage12, Written, write_through
 from fp8_ds.zero.compact_buffer import CompactBuffer
+from fp8_ds.zero.one_pass import OnePassStage12
 from fp8_ds.zero.stage import Fp8Context, offload_weights, reload_weights, split_lp_params
 from fp8_ds.zero.weights import Part, WeightQuantizer
 
@@ -40,6 +42,8 @@ class Fp8ZeroStage12(Fp8AccessStage12):
     _fp8: Fp8Context
     _fp8_fills_from_bf16 = False
     """Whether `_fp8_fill_group` reads the bf16 weights; else they are freed before it makes FP8 bytes."""
+    _fp8_is_direct = False
+    """Whether gradients go past DeepSpeed's buckets: there is one rank, and our step takes them where they are."""
 
     def fp8_init(self: Any, context: Fp8Context) -> None:
         """Replace the bf16 flat groups by FP8 and bf16 compact buffers. Collective (first quantisation)."""
@@ -61,6 +65,43 @@ class Fp8ZeroStage12(Fp8AccessStage12):
             _freeze(name, p, context.granularity)
         self._fp8_set_shards()
         self._fp8_refresh(is_step=False)
+        self._fp8_is_direct = self._fp8_takes_gradients and self._fp8_has_one_rank()
+        if self._fp8_is_direct:
+            self.overlap_comm = False  # no stream of a reduction to wait for
+
+    @property
+    def _fp8_takes_gradients(self) -> bool:
+        """Whether the step is our own, which takes gradients wherever they are."""
+        return isinstance(self, OnePassStage12) and self.is_of_adam
+
+    def _fp8_has_one_rank(self: Any) -> bool:
+        """Whether a reduced gradient is the gradient itself: no rank to sum with, no other dtype on the way."""
+        return (
+            all(dist.get_world_size(group) == 1 for group in self.real_dp_process_group)
+            and not self.use_grad_accum_attribute
+            and self.gradient_accumulation_dtype == self.dtype
+            and self.gradient_predivide_factor == 1.0
+        )
+
+    def setup_buckets(self: Any) -> None:
+        """Set up buckets, except with one rank, where this and the next three do nothing: DeepSpeed then finds in
+        `p.grad` what buckets would bring back there, and treats it as with any number of ranks."""
+        if not self._fp8_is_direct:
+            super().setup_buckets()  # type: ignore[misc]
+
+    def reduce_ready_partitions_and_remove_grads(self: Any, param: Any, i: int) -> None:
+        if not self._fp8_is_direct:
+            super().reduce_ready_partitions_and_remove_grads(param, i)  # type: ignore[misc]
+
+    def reduce_ipg_grads(self: Any, comm_dtype: Any = None) -> None:
+        if not self._fp8_is_direct:
+            super().reduce_ipg_grads(comm_dtype=comm_dtype)  # type: ignore[misc]
+
+    def reduce_gradients(self: Any, pipeline_parallel: bool = False) -> None:
+        if self._fp8_is_direct:
+            self.overlapping_partition_gradients_reduce_epilogue()
+        else:
+            super().reduce_gradients(pipeline_parallel=pipeline_parallel)  # type: ignore[misc]
 
     def _fp8_make_quantizer(self: Any, context: Fp8Context, device: torch.device) -> Any:
         """Make the holder of the scale vectors. Overridden for split masters."""

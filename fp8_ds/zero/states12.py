@@ -44,7 +44,6 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
     """Mix-in before DeepSpeedZeroOptimizer whose inner optimizer is a managed `Fp8AdamW`."""
 
     _fp8_fills_from_bf16 = True
-    _fp8_is_direct = False
     _fp8_takes_gradients = True
 
     @property
@@ -62,9 +61,6 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         self._fp8_names = {id(p): name for p, name in self.param_names.items()}
         self._fp8_flats: list[Flat] = []
         super().fp8_init(context)
-        self._fp8_is_direct = self._fp8_takes_gradients and self._fp8_has_one_rank()
-        if self._fp8_is_direct:
-            self.overlap_comm = False  # no stream of a reduction to wait for
         self._fp8_manage()
         self._fp8_link()
 
@@ -124,35 +120,6 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         groups = self.round_robin_bit16_groups
         core.set_weight_rows([i for i, group in enumerate(groups) for p in group if hasattr(p, "_fp8")])
         self.optimizer.manage(core)
-
-    def _fp8_has_one_rank(self: Any) -> bool:
-        """Whether a reduced gradient is the gradient itself: no rank to sum with, no other dtype on the way."""
-        return (
-            all(dist.get_world_size(group) == 1 for group in self.real_dp_process_group)
-            and not self.use_grad_accum_attribute
-            and self.gradient_accumulation_dtype == self.dtype
-            and self.gradient_predivide_factor == 1.0
-        )
-
-    def setup_buckets(self: Any) -> None:
-        """Set up buckets, except with one rank, where this and the next three do nothing: DeepSpeed then finds in
-        `p.grad` what buckets would bring back there, and treats it as with any number of ranks."""
-        if not self._fp8_is_direct:
-            super().setup_buckets()  # type: ignore[misc]
-
-    def reduce_ready_partitions_and_remove_grads(self: Any, param: Any, i: int) -> None:
-        if not self._fp8_is_direct:
-            super().reduce_ready_partitions_and_remove_grads(param, i)  # type: ignore[misc]
-
-    def reduce_ipg_grads(self: Any, comm_dtype: Any = None) -> None:
-        if not self._fp8_is_direct:
-            super().reduce_ipg_grads(comm_dtype=comm_dtype)  # type: ignore[misc]
-
-    def reduce_gradients(self: Any, pipeline_parallel: bool = False) -> None:
-        if self._fp8_is_direct:
-            self.overlapping_partition_gradients_reduce_epilogue()
-        else:
-            super().reduce_gradients(pipeline_parallel=pipeline_parallel)  # type: ignore[misc]
 
     def step(self: Any, closure: Any = None) -> None:
         """Update all fragments straight from the reduced gradients; then gather FP8 and bf16.

@@ -1,0 +1,254 @@
+"""`adam_step`: mix-ins that update DeepSpeed's fp32 masters and moments in one pass, from gradients as they lie.
+
+DeepSpeed 0.19.8 converts each gradient for the norm (runtime/zero/stage_1_and_2.py: `g.data.to(get_norm_dtype())`),
+flattens the gradients, copies them to fp32 (`flat_grad_partition.to(...)`; stage3.py,
+`_prepare_fp32_grad_for_sub_group`), multiplies the copy (`unscale_and_clip_grads`), and then runs Adam. Here one launch
+reads all gradients for the norm, and one updates. Masters, moments and counts of steps stay where DeepSpeed has them,
+so its checkpoints stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from deepspeed.ops.adam import FusedAdam
+from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, OPTIMIZER_TIMERS
+from torch import Tensor
+
+from fp8_ds.log import warn_once
+from fp8_ds.ops._register import HAS_TRITON
+from fp8_ds.ops.dense_adam import AdamNumbers, DenseAdam, DenseShard
+from fp8_ds.ops.squares import SumOfSquares
+from fp8_ds.zero.norm import HyperparameterCheck, OverflowFlag, clip_factor, global_norm, overflow_flag
+
+GATHER_TIMER, _, STEP_TIMER = OPTIMIZER_TIMERS
+_ADAMS = (torch.optim.Adam, torch.optim.AdamW, FusedAdam)
+
+
+class Piece(NamedTuple):
+    """A reduced gradient of this rank (1-D), where it begins in the flat master, and its parameter."""
+
+    start: int
+    grad: Tensor
+    param: Any
+
+
+class Work(NamedTuple):
+    """A flat fp32 master (1-D), the parameter group that it follows, and its gradients."""
+
+    master: Tensor
+    group: dict[str, Any]
+    pieces: list[Piece]
+
+
+class OnePassAdam:
+    """Adam steps of a ZeRO optimizer `zero` over its flat masters, with the state that its inner optimizer holds."""
+
+    def __init__(self, zero: Any) -> None:
+        self.zero = zero
+        self.flag = OverflowFlag()
+        self._launches: dict[int, DenseAdam] = {}  # by id of a flat master
+        self._counts: dict[int, tuple[Tensor, int, int]] = {}
+        """By id of a master whose count of steps is on a GPU: that tensor, its version, and the number."""
+
+    def why_not(self, masters: Sequence[Tensor]) -> str | None:
+        """Return why DeepSpeed's own step has to run, or None; the same on all ranks."""
+        optimizer: Any = self.zero.optimizer
+        groups, step = optimizer.param_groups, vars(optimizer).get("step")
+        if type(optimizer) not in _ADAMS:
+            return f"it is {type(optimizer).__name__}"
+        for key in ("amsgrad", "maximize", "differentiable"):
+            if any(group.get(key) for group in groups):
+                return key
+        if any(isinstance(x, Tensor) for group in groups for x in (group["lr"], *group["betas"])):
+            return "lr or betas are tensors"
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            return "it has hooks"
+        if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+            return "its step was replaced"
+        if getattr(self.zero, "torch_autocast_gradscaler", None):
+            return "torch.autocast scales gradients"
+        if getattr(self.zero, "cpu_offload", False) or getattr(self.zero, "offload_optimizer", False):
+            return "it is offloaded"
+        if any(x.dtype != torch.float32 for x in masters):
+            return "masters are not in fp32"
+        return "Triton is missing" if masters[0].is_cuda and not HAS_TRITON else None
+
+    def run(self, work: Sequence[Work], waits: bool) -> None:
+        """Measure the norm, update masters and moments, then the host's numbers: overflow, norm, loss scale, counts.
+
+        Args:
+            waits: whether a step with an infinite or NaN norm is skipped, which the host waits to know.
+        """
+        zero = self.zero
+        pieces = [piece for each in work for piece in each.pieces]
+        norm = global_norm(zero, [piece.grad for piece in pieces], [piece.param for piece in pieces])
+        skip = overflow_flag(norm)
+        if waits:
+            self.flag.send(skip)
+        else:
+            skip = torch.zeros_like(skip)
+        scale = clip_factor(norm, zero.clip_grad, zero.loss_scale)
+        for master, group, its_pieces in work:
+            state = self._state(master, group)
+            flats = (master.detach(), state["exp_avg"], state["exp_avg_sq"])
+            shards = [DenseShard(*(x.narrow(0, start, grad.numel()) for x in flats)) for start, grad, _ in its_pieces]
+            update = self._launches.setdefault(id(master), DenseAdam())
+            numbers = self._numbers(group, self._steps_of(master) + 1)
+            update(shards, [piece.grad for piece in its_pieces], numbers, scale, skip)
+        zero.overflow = self.flag.resolve(wait=True) if waits else False
+        scale_before = zero.loss_scale
+        zero._update_scale(zero.overflow)
+        if not getattr(zero, "compute_grad_norm", True):
+            zero._global_grad_norm = None
+        else:
+            zero._global_grad_norm = float("inf") if zero.overflow else norm / scale_before
+        if not zero.overflow:
+            self._count(work)
+
+    def _state(self, master: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """Return the state of a flat master; made as its optimizer makes it if there is none."""
+        optimizer = self.zero.optimizer
+        state: dict[str, Any] = optimizer.state[master]
+        if not state:
+            if isinstance(optimizer, FusedAdam):
+                step: Any = group.setdefault("step", 0)
+            else:
+                device = master.device if group.get("fused") or group.get("capturable") else "cpu"
+                step = torch.zeros((), dtype=torch.float32, device=device)
+            data = master.detach()
+            state.update(step=step, exp_avg=torch.zeros_like(data), exp_avg_sq=torch.zeros_like(data))
+        return state
+
+    def _steps_of(self, master: Tensor) -> int:
+        """Return how many steps a master has had. Waits for the device where somebody else has counted there."""
+        step = self.zero.optimizer.state[master]["step"]
+        if not isinstance(step, Tensor) or step.device.type == "cpu":
+            return int(step)
+        known = self._counts.get(id(master))
+        if known is None or known[0] is not step or known[1] != step._version:
+            known = self._counts[id(master)] = (step, step._version, int(step))
+        return known[2]
+
+    def _count(self, work: Sequence[Work]) -> None:
+        """Count a step that was not skipped."""
+        optimizer = self.zero.optimizer
+        for master, *_ in work:
+            num, state = self._steps_of(master) + 1, optimizer.state[master]
+            state["step"] += 1
+            if isinstance(state["step"], Tensor):
+                self._counts[id(master)] = (state["step"], state["step"]._version, num)
+        optimizer._opt_called = True  # torch's schedulers look whether a step came before theirs
+
+    def _numbers(self, group: dict[str, Any], step: int) -> AdamNumbers:
+        optimizer, (beta1, beta2) = self.zero.optimizer, group["betas"]
+        if isinstance(optimizer, FusedAdam):
+            decoupled = bool(optimizer.adam_w_mode)
+        else:
+            decoupled = isinstance(optimizer, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay"))
+        corrects = group.get("bias_correction", True)
+        corrections = (1 - beta1**step, 1 - beta2**step) if corrects else (1.0, 1.0)
+        return AdamNumbers(group["lr"], (beta1, beta2), group["eps"], group["weight_decay"], corrections, decoupled)
+
+
+class OnePass:
+    """Base of both mix-ins."""
+
+    @functools.cached_property
+    def _fp8_adam(self) -> OnePassAdam:
+        return OnePassAdam(self)
+
+    @functools.cached_property
+    def _fp8_squares(self) -> Any:
+        return _squares_on_cuda()
+
+    @functools.cached_property
+    def _fp8_alike(self: Any) -> HyperparameterCheck:
+        return HyperparameterCheck(None, self.dp_process_group)
+
+    @property
+    def is_of_adam(self: Any) -> bool:
+        return type(self.optimizer) in _ADAMS
+
+    def _fp8_is_left_to_deepspeed(self, masters: Sequence[Tensor]) -> bool:
+        reason = self._fp8_adam.why_not(masters)
+        if reason is not None and dist.get_rank() == 0:
+            warn_once(f"fp8: the optimizer's step is DeepSpeed's, not one pass: {reason}")
+        return reason is not None
+
+
+class OnePassStage12(OnePass):
+    """Mix-in before DeepSpeedZeroOptimizer."""
+
+    def step(self: Any, closure: Any = None) -> None:
+        """Step as DeepSpeed does; by its own code where `OnePassAdam.why_not` has a reason."""
+        masters = self.single_partition_of_fp32_groups
+        if self._fp8_is_left_to_deepspeed(masters):
+            super().step(closure)  # type: ignore[misc]
+            return
+        self.micro_step_id = INITIAL_MICRO_STEP_ID
+        self.timers(STEP_TIMER).start()
+        pieces = [list(_pieces(self.averaged_gradients[i], self.params_in_partition[i])) for i in range(len(masters))]
+        work = list(map(Work, masters, self.optimizer.param_groups, pieces))
+        self._fp8_adam.run(work, waits=self.check_grad_overflow)
+        self._lazy_init_hp_params_optimizer_state()
+        for i in range(len(masters)):
+            self.free_grad_in_param_list(chain(self.params_not_in_partition[i], self.params_in_partition[i]))
+            self.averaged_gradients[i] = self.all_grad_tensors[i] = None
+        self.timers(STEP_TIMER).stop()
+        self.timers(GATHER_TIMER).start()
+        if not self.overflow:
+            self._fp8_refresh(is_step=True)
+        self.timers(GATHER_TIMER).stop()
+        self.timers.log(OPTIMIZER_TIMERS)
+
+
+class OnePassStage3(OnePass):
+    """Mix-in before DeepSpeedZeroOptimizer_Stage3."""
+
+    def step(self: Any, closure: Any = None) -> None:
+        """Step as DeepSpeed does; by its own code where `OnePassAdam.why_not` has a reason."""
+        masters = self.fp32_partitioned_groups_flat
+        if self._fp8_is_left_to_deepspeed(masters):
+            super().step(closure)  # type: ignore[misc]
+            return
+        self._pre_step()
+        self.timers(STEP_TIMER).start()
+        groups = [self.optimizer.param_groups[self.sub_group_to_group_id[i]] for i in range(len(masters))]
+        pieces = [list(_pieces(self.averaged_gradients[i], self.fp16_groups[i])) for i in range(len(masters))]
+        self._fp8_adam.run(list(map(Work, masters, groups, pieces)), waits=True)
+        self._partition_all_parameters()
+        self.zero_grad(set_to_none=True)
+        for i in range(len(masters)):
+            self.averaged_gradients[i] = None
+            if not self.overflow:
+                self._reassign_or_swap_out_partitioned_parameters(i)
+        self.timers(STEP_TIMER).stop()
+        if not self.overflow:
+            self._post_step({STEP_TIMER})
+
+
+def _pieces(gradients: Iterable[Tensor], params: Iterable[Any]) -> Iterable[Piece]:
+    """Yield the pieces of a flat master from its gradients in order, between which there may be padding."""
+    gradients = list(gradients)
+    starts = accumulate((grad.numel() for grad in gradients), initial=0)
+    real = ((start, g) for start, g in zip(starts, gradients, strict=False) if not getattr(g, "_zero_padding", False))
+    for (start, grad), p in zip(real, params, strict=False):  # the last one may be padding without a mark
+        yield Piece(start, grad.reshape(-1), p)
+
+
+def _squares_on_cuda() -> Any:
+    """Return `SumOfSquares`, with DeepSpeed's own arithmetic for what its kernel does not take."""
+    kernel = SumOfSquares()
+
+    def squares(grads: Sequence[Tensor]) -> Tensor:
+        if grads[0].is_cuda:
+            return kernel(grads)
+        return torch.stack([torch.linalg.vector_norm(grad.double()) for grad in grads]).square().sum().float()
+
+    return squares
