@@ -29,7 +29,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Lock
+from threading import Condition
 from typing import Any, NamedTuple
 
 import torch
@@ -53,23 +53,24 @@ LIMIT = 400.0
 
 
 class Sizes(NamedTuple):
-    """What goes with a width; 8,192 tokens a step."""
+    """What goes with a width; 8,192 tokens a step. `gib`: more than any run of it takes on a GPU."""
 
     layers: int
     ffn: int
     head_dim: int
     seq: int
     micro_batch: int
+    gib: int
 
 
 WIDTHS = {
-    768: Sizes(8, 2048, 64, 1024, 8),
-    1024: Sizes(8, 2816, 64, 1024, 8),
-    2048: Sizes(6, 5632, 128, 2048, 4),
-    4096: Sizes(6, 14336, 128, 4096, 2),
-    8192: Sizes(2, 28672, 128, 4096, 2),
+    768: Sizes(8, 2048, 64, 1024, 8, 10),
+    1024: Sizes(8, 2816, 64, 1024, 8, 12),
+    2048: Sizes(6, 5632, 128, 2048, 4, 18),
+    4096: Sizes(6, 14336, 128, 4096, 2, 50),
+    8192: Sizes(2, 28672, 128, 4096, 2, 50),
 }
-TINY = 64, Sizes(2, 128, 16, 32, 2)
+TINY = 64, Sizes(2, 128, 16, 32, 2, 1)
 SETTINGS: dict[str, dict[str, Any] | None] = {
     "bf16": None,
     "enabled": {"enabled": True},
@@ -241,6 +242,7 @@ def run_one(spec: Mapping[str, Any], stem: Path, gpu: int, limit: float) -> tupl
     spec_path, out, output = (stem.with_suffix(f".{kind}") for kind in ("spec", "out", "log"))
     spec_path.write_text(json.dumps(spec))
     env = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
     env |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])}
     env |= {"DS_ACCELERATOR": "cpu"} if spec["device"] == "cpu" else {"CUDA_VISIBLE_DEVICES": str(gpu)}
     command = [sys.executable, str(HERE / "out_of_box_run.py"), "--spec", str(spec_path), "--out", str(out)]
@@ -267,7 +269,7 @@ def measure(runs: Sequence[Run], state: dict[str, Any], path: Path, text: Path, 
     found = state["runs"]
     failed = [run for run in runs if "error" in found.get(run.name, {})]
     todo = [run for run in runs if run.name not in found] + failed
-    guard = Lock()
+    guard, free = Condition(), [args.gib] * (torch.cuda.device_count() if uses_cuda() else 1)
 
     def seconds(run: Run) -> float:
         """The longest that one like it took."""
@@ -277,14 +279,21 @@ def measure(runs: Sequence[Run], state: dict[str, Any], path: Path, text: Path, 
     def take_runs(gpu: int, folder: Path) -> None:
         while True:
             with guard:
-                left = args.end - time.monotonic()
-                run = next((run for run in todo if seconds(run) < left), None)
-                if run is None:
-                    return
+                while True:
+                    left = args.end - time.monotonic()
+                    ready = [run for run in todo if seconds(run) < left]
+                    if not ready:
+                        return
+                    if (run := next((r for r in ready if WIDTHS[r.width].gib <= free[gpu]), None)) is not None:
+                        break
+                    guard.wait(timeout=5.0)
                 todo.remove(run)
+                free[gpu] -= WIDTHS[run.width].gib
             spec = make_spec(run, text) | {"turns": str(folder / f"turns-{gpu}")}
             code, result, printed = run_one(spec, folder / run.name.replace(" ", "-"), gpu, min(left, LIMIT))
             with guard:
+                free[gpu] += WIDTHS[run.width].gib
+                guard.notify_all()
                 if args.log is not None:
                     with args.log.open("a") as log:
                         log.write(f"===== {run.name}\n{printed}\n")
@@ -294,7 +303,7 @@ def measure(runs: Sequence[Run], state: dict[str, Any], path: Path, text: Path, 
                 write(path, state)
                 print(f"{run.name}: {json.dumps(result)}", flush=True)
 
-    gpus = [gpu for gpu in range(torch.cuda.device_count() if uses_cuda() else 1) for _ in range(args.at_once)]
+    gpus = [gpu for gpu in range(len(free)) for _ in range(args.at_once)]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(gpus)) as pool:
         list(pool.map(take_runs, gpus, [Path(folder)] * len(gpus)))
 
@@ -363,7 +372,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--resume", type=Path, metavar="JSON", help="file of earlier pieces, of the same kind of GPU")
     parser.add_argument("--rows", type=int, default=len(ROWS), help="so many, from the first")
     parser.add_argument("--modes", nargs="+", default=["eager", "compiled"], help="only rows of these")
-    parser.add_argument("--at-once", type=int, default=3, help="runs that share a GPU; their memory must fit it")
+    parser.add_argument("--at-once", type=int, default=6, help="runs that may share a GPU")
+    parser.add_argument("--gib", type=float, default=135.0, help="memory of a GPU that they have together")
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir(), "end_to_end_text"))
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--log", type=Path, help="append all output of all runs to this file")

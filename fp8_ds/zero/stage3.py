@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8_ds.errors import UnsupportedError
+from fp8_ds.nn.linear.parameter import Fp8Parameter
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.zero.param_hooks import ZeroParamHooks
 from fp8_ds.zero.sharded import Fp8Shards, InFlight, ShardedWeight, newer
@@ -100,6 +101,8 @@ class Fp8ZeroStage3:
             if weight.param.ds_status == ZeroParamStatus.AVAILABLE:
                 weight.param.partition()
             weight.in_bf16 = wanted
+            # Gathered in bf16 it is as DeepSpeed has it: no look at it is to go through our class.
+            weight.param.__class__ = nn.Parameter if wanted else Fp8Parameter
             if self._fp8_shards.was_written(weight):
                 continue
             if wanted:

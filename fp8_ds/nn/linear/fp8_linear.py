@@ -377,9 +377,12 @@ class Fp8Conv1D(Fp8Linear):
 
 
 def _is_bf16_here(weight: Any) -> bool:
-    """Whether the weight's own data is bf16, and so in the backward: no payload, or ZeRO-1/2 has `Fp8Payload.hp`."""
+    """Whether the weight's own data is bf16, and so in the backward: no payload, ZeRO-1/2 has `Fp8Payload.hp`, or
+    ZeRO-3 has gathered it in bf16, as it does for a layer that is plain."""
     payload = getattr(weight, "_fp8", None)
-    return payload is None or payload.hp is not None
+    if payload is None or payload.hp is not None:
+        return True
+    return payload.data is None and hasattr(weight, "ds_id")
 
 
 def full_shape(p: Any) -> torch.Size:
