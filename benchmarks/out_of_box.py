@@ -29,6 +29,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 from threading import Condition
 from typing import Any, NamedTuple
 
@@ -272,9 +273,9 @@ def measure(runs: Sequence[Run], state: dict[str, Any], path: Path, text: Path, 
     guard, free = Condition(), [args.gib] * (torch.cuda.device_count() if uses_cuda() else 1)
 
     def seconds(run: Run) -> float:
-        """The longest that one like it took."""
+        """What one like it took, waiting for its turns included."""
         alike = [found.get(known.name) for known in runs if (known.mode, known.is_ours) == (run.mode, run.is_ours)]
-        return max((result["wall_s"] for result in alike if is_good(result)), default=0.0)
+        return median([result["wall_s"] for result in alike if is_good(result)] or [0.0])
 
     def take_runs(gpu: int, folder: Path) -> None:
         while True:
