@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -88,11 +89,13 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int | None, setti
     may_miss = not is_written(block, "schedule", "layers")
     found = _scheduled(products(module, layers), fp8.schedule, total_steps(config), may_miss)
     num_tokens = seq * number(config.get("train_micro_batch_size_per_gpu"), 1)
-    sizes = {row.fqn: (row.shape[1], row.shape[0]) for row in found if row.in_fp8 and len(row.shape) == 2}
-    small = {}
-    for mode in MIN_MACS:
-        rule = SizeRule.of(fp8.linear.min_size, is_compiled=mode == "compiled")
-        small[mode] = [fqn for fqn, features in sizes.items() if not rule.gains(num_tokens, *features)]
+    small: dict[str, list[str]] = {mode: [] for mode in MIN_MACS}
+    for mode, row in itertools.product(MIN_MACS, found):
+        num_out, num_in = row.shape[-2:]
+        num_rows = num_tokens * row.flops / (2 * num_out * num_in)  # of experts more than there are tokens
+        rule = SizeRule.of(fp8.linear.min_size, is_compiled=mode == "compiled" and len(row.shape) == 2)
+        if row.in_fp8 and not rule.gains(num_rows, num_in, num_out):
+            small[mode].append(row.fqn)
     attention = attention_flops(module, seq)
     total = sum(product.flops for product in found)
     in_fp8 = [product for product in found if product.in_fp8]

@@ -13,7 +13,6 @@ from fp8_ds.config.schedule import Precision, PrecisionSchedule, matching
 from fp8_ds.engine.compat.model import PARALLEL_SCHEDULE
 from fp8_ds.engine.ranks import tell_all
 from fp8_ds.errors import ConfigError, UnsupportedError
-from fp8_ds.nn.linear.fp8_linear import Fp8Linear
 from fp8_ds.nn.linear.recipe import Recipe
 from fp8_ds.nn.linear.recipes import Bf16Recipe, DelayedRecipe
 from fp8_ds.nn.plan.convert import fp8_layers, set_leaders
@@ -97,9 +96,9 @@ class LayerPrecision:
             self.schedule = PrecisionSchedule.of(self._of_this_rank(config), self._linears, None, self._may_miss)
 
     @property
-    def sizes(self) -> dict[str, tuple[int, int]]:
-        """(in, out) features of the linears; the experts' weights among the layers have none."""
-        return {fqn: (m.in_features, m.out_features) for fqn, m in self._linears.items() if isinstance(m, Fp8Linear)}
+    def linears(self) -> Mapping[str, Any]:
+        """The layers that can change, Fp8Linear or ExpertsWeight, by name."""
+        return self._linears
 
     def update(self, step: int, line: str = "") -> None:
         """Set the precision of layers for step `step`, from 0, the same on all ranks. Collective where one changes.

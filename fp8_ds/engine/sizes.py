@@ -11,7 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 from fp8_ds.engine.precision import LayerPrecision
 from fp8_ds.engine.ranks import tell_all
-from fp8_ds.nn.plan.flops import SizeRule
+from fp8_ds.nn.linear.fp8_linear import full_shape
+from fp8_ds.nn.moe.experts import ExpertsWeight
+from fp8_ds.nn.plan.flops import SizeRule, share_of_experts
 
 _NONE_LEFT = {
     "fp8": "none is left in FP8: the engine gains by its FP8 states alone",
@@ -24,7 +26,7 @@ class SizeDecision:
     """Decision on the layers that are too small, which waits for the number of tokens of a rank.
 
     It is off by `"min_size": 0`, on other devices than CUDA's with `null`, in pipelines, and with tensor-parallel
-    layers. Experts stay in FP8.
+    layers.
 
     Args:
         engine: built, with its ZeRO optimizer and layers in FP8.
@@ -62,8 +64,17 @@ class SizeDecision:
             return
         is_compiled = self._engine.is_compiled or any(map(_is_compiled, self._engine.module.modules()))
         rule = SizeRule.of(self._min_size, is_compiled=is_compiled)
-        sizes = self._precision.sizes
-        small = frozenset(name for name, features in sizes.items() if not rule.gains(num_tokens, *features))
+        of_experts = SizeRule.of(self._min_size, is_compiled=False)  # no graph has them
+
+        def gains(layer: Any) -> bool:
+            features = layer.in_features, layer.out_features
+            if not isinstance(layer, ExpertsWeight):
+                return rule.gains(num_tokens, *features)
+            num_experts = full_shape(layer.weight)[0]
+            visited = num_experts * share_of_experts(layer.module, num_experts)
+            return of_experts.gains(num_tokens * visited, *features)
+
+        small = frozenset(name for name, layer in self._precision.linears.items() if not gains(layer))
         self._precision.too_small = small
         self._precision.update(self._engine.global_steps, self._line(rule, num_tokens, is_compiled))
 

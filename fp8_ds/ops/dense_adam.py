@@ -19,6 +19,7 @@ from fp8_ds.ops._register import HAS_TRITON
 BLOCK, SPAN, NUM_WARPS = 1024, 4, 4
 """Elements that a program has in flight, 8 a thread; how many such blocks it updates; its warps."""
 
+FP32_BYTES = 4
 _GRAD_DTYPES = (torch.bfloat16, torch.float32)
 
 if HAS_TRITON:
@@ -91,8 +92,8 @@ if HAS_TRITON:
                 done += BLOCK
 
 
-class DenseShard(NamedTuple):
-    """A piece of a flat master: `master`, `m` and `v` are float32 views [n], contiguous, of one device."""
+class DenseStates(NamedTuple):
+    """Flat `master`, `m` and `v`: float32 [n], contiguous, of one device."""
 
     master: Tensor
     m: Tensor
@@ -116,7 +117,7 @@ class AdamNumbers(NamedTuple):
 
 
 class DenseAdam:
-    """Adam steps on the same shards again and again; keeps their addresses on the device."""
+    """Adam steps on the same flat tensors again and again; keeps addresses on the device."""
 
     def __init__(self) -> None:
         self._launches: dict[torch.dtype, _Launch] = {}
@@ -124,54 +125,65 @@ class DenseAdam:
     @torch.no_grad()
     def __call__(
         self,
-        shards: Sequence[DenseShard],
+        states: DenseStates,
+        starts: Sequence[int],
         grads: Sequence[Tensor],
         numbers: AdamNumbers,
         grad_scale: Tensor,
         skip: Tensor,
     ) -> None:
-        """Update the shards in place. The host waits for the device with the reference only.
+        """Update the flat tensors in place. The host waits for the device with the reference only.
 
         Args:
-            grads: one for each shard, bf16 or float32 [n], contiguous.
+            starts: first element in the flat tensors of each gradient, ascending. What lies between them is padding,
+                which is zero and stays so.
+            grads: bf16 or float32, any shape, contiguous.
             grad_scale: float32, 0-dim, factor of the gradients.
             skip: int32, 0-dim; nothing happens unless it is 0.
         """
         kernel = HAS_TRITON and all(grad.is_cuda and grad.dtype in _GRAD_DTYPES for grad in grads)
         if not kernel:
-            reference_step(shards, grads, numbers, grad_scale, skip)
-        elif shards:
+            reference_step(states, starts, grads, numbers, grad_scale, skip)
+        elif grads:
             with torch.cuda.device_of(grads[0]):  # Triton launches on the current device
-                kernel_step(shards, grads, numbers, grad_scale, skip, self._launches)
+                kernel_step(states, starts, grads, numbers, grad_scale, skip, self._launches)
 
 
 def reference_step(
-    shards: Sequence[DenseShard], grads: Sequence[Tensor], numbers: AdamNumbers, grad_scale: Tensor, skip: Tensor
+    states: DenseStates,
+    starts: Sequence[int],
+    grads: Sequence[Tensor],
+    numbers: AdamNumbers,
+    grad_scale: Tensor,
+    skip: Tensor,
 ) -> None:
     """`DenseAdam.__call__` by torch's operators."""
     if int(skip):
         return
     lr, (beta1, beta2), eps, weight_decay, corrections, decoupled = numbers
-    for (master, m, v), grad in zip(shards, grads, strict=True):
-        g = grad.float() * grad_scale
-        if decoupled:
-            master.mul_(1 - lr * weight_decay)
-        elif weight_decay:
-            g.add_(master, alpha=weight_decay)
-        m.lerp_(g, 1 - beta1)
-        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        root = (v.sqrt() / corrections[1] ** 0.5).add_(eps)
-        master.addcdiv_(m, root, value=-lr / corrections[0])
+    master, m, v = states
+    g = torch.zeros_like(master)
+    for start, grad in zip(starts, grads, strict=True):
+        g[start : start + grad.numel()] = grad.view(-1)
+    g *= grad_scale
+    if decoupled:
+        master.mul_(1 - lr * weight_decay)
+    elif weight_decay:
+        g.add_(master, alpha=weight_decay)
+    m.lerp_(g, 1 - beta1)
+    v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    root = (v.sqrt() / corrections[1] ** 0.5).add_(eps)
+    master.addcdiv_(m, root, value=-lr / corrections[0])
 
 
 class _Launch:
-    """Tables of shards at these addresses."""
+    """Tables of gradients at these places: rows of (addresses of master, m and v, number of elements)."""
 
     def __init__(self, rows: list[tuple[int, ...]], device: torch.device) -> None:
         self.rows = rows
         num_programs = [-(-numel // (BLOCK * SPAN)) for *_, numel in rows]
-        starts = itertools.accumulate(num_programs, initial=0)
-        table = [[*row, start] for row, start in zip(rows, starts, strict=False)]
+        first = itertools.accumulate(num_programs, initial=0)
+        table = [[*row, program] for row, program in zip(rows, first, strict=False)]
         pieces = torch.arange(len(rows), dtype=torch.int32)
         self.table = torch.tensor(table, dtype=torch.int64).to(device)
         self.program_pieces = torch.repeat_interleave(pieces, torch.tensor(num_programs)).to(device)
@@ -179,7 +191,8 @@ class _Launch:
 
 
 def kernel_step(
-    shards: Sequence[DenseShard],
+    states: DenseStates,
+    starts: Sequence[int],
     grads: Sequence[Tensor],
     numbers: AdamNumbers,
     grad_scale: Tensor,
@@ -192,16 +205,15 @@ def kernel_step(
         launches: tables that the last call with these dtypes left, by dtype.
     """
     lr, (beta1, beta2), eps, weight_decay, corrections, decoupled = numbers
+    addresses = [x.data_ptr() for x in states]
     for dtype in dict.fromkeys(grad.dtype for grad in grads):
-        chosen = [
-            (shard, grad) for shard, grad in zip(shards, grads, strict=True) if grad.dtype == dtype and grad.numel()
-        ]
-        rows = [(*(x.data_ptr() for x in shard), grad.numel()) for shard, grad in chosen]
+        chosen = [(start, g) for start, g in zip(starts, grads, strict=True) if g.dtype == dtype and g.numel()]
+        rows = [(*(at + FP32_BYTES * start for at in addresses), grad.numel()) for start, grad in chosen]
         if not rows:
             continue
         launch = launches.get(dtype)
         if launch is None or launch.rows != rows:
-            launch = launches[dtype] = _Launch(rows, chosen[0][1].device)
+            launch = launches[dtype] = _Launch(rows, states.master.device)
         dense_adam_kernel[(len(launch.program_pieces),)](
             launch.table,
             launch.addresses.update([grad.data_ptr() for _, grad in chosen]),

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fp8_ds.log import warn_once
 from fp8_ds.ops._register import HAS_TRITON
-from fp8_ds.ops.dense_adam import AdamNumbers, DenseAdam, DenseShard
+from fp8_ds.ops.dense_adam import AdamNumbers, DenseAdam, DenseStates
 from fp8_ds.ops.squares import SumOfSquares
 from fp8_ds.zero.norm import HyperparameterCheck, OverflowFlag, clip_factor, global_norm, overflow_flag
 
@@ -31,7 +31,7 @@ _ADAMS = (torch.optim.Adam, torch.optim.AdamW, FusedAdam)
 
 
 class Piece(NamedTuple):
-    """A reduced gradient of this rank (1-D), where it begins in the flat master, and its parameter."""
+    """A reduced gradient of this rank, contiguous, where it begins in the flat master, and its parameter."""
 
     start: int
     grad: Tensor
@@ -54,7 +54,7 @@ class OnePassAdam:
         self.flag = OverflowFlag()
         self._launches: dict[int, DenseAdam] = {}  # by id of a flat master
         self._counts: dict[int, tuple[Tensor, int, int]] = {}
-        """By id of a master whose count of steps is on a GPU: that tensor, its version, and the number."""
+        """By id of a master whose count of steps is a tensor: that tensor, its version, and the number."""
 
     def why_not(self, masters: Sequence[Tensor]) -> str | None:
         """Return why DeepSpeed's own step has to run, or None; the same on all ranks."""
@@ -96,11 +96,11 @@ class OnePassAdam:
         scale = clip_factor(norm, zero.clip_grad, zero.loss_scale)
         for master, group, its_pieces in work:
             state = self._state(master, group)
-            flats = (master.detach(), state["exp_avg"], state["exp_avg_sq"])
-            shards = [DenseShard(*(x.narrow(0, start, grad.numel()) for x in flats)) for start, grad, _ in its_pieces]
-            update = self._launches.setdefault(id(master), DenseAdam())
+            states = DenseStates(master.detach(), state["exp_avg"], state["exp_avg_sq"])
+            starts, grads = [piece.start for piece in its_pieces], [piece.grad for piece in its_pieces]
             numbers = self._numbers(group, self._steps_of(master) + 1)
-            update(shards, [piece.grad for piece in its_pieces], numbers, scale, skip)
+            update = self._launches.setdefault(id(master), DenseAdam())
+            update(states, starts, grads, numbers, scale, skip)
         zero.overflow = self.flag.resolve(wait=True) if waits else False
         scale_before = zero.loss_scale
         zero._update_scale(zero.overflow)
@@ -126,9 +126,9 @@ class OnePassAdam:
         return state
 
     def _steps_of(self, master: Tensor) -> int:
-        """Return how many steps a master has had. Waits for the device where somebody else has counted there."""
+        """Return how many steps a master has had. Waits for the device where somebody else has counted on it."""
         step = self.zero.optimizer.state[master]["step"]
-        if not isinstance(step, Tensor) or step.device.type == "cpu":
+        if not isinstance(step, Tensor):
             return int(step)
         known = self._counts.get(id(master))
         if known is None or known[0] is not step or known[1] != step._version:
@@ -239,7 +239,7 @@ def _pieces(gradients: Iterable[Tensor], params: Iterable[Any]) -> Iterable[Piec
     starts = accumulate((grad.numel() for grad in gradients), initial=0)
     real = ((start, g) for start, g in zip(starts, gradients, strict=False) if not getattr(g, "_zero_padding", False))
     for (start, grad), p in zip(real, params, strict=False):  # the last one may be padding without a mark
-        yield Piece(start, grad.reshape(-1), p)
+        yield Piece(start, grad.contiguous(), p)
 
 
 def _squares_on_cuda() -> Any:

@@ -170,6 +170,16 @@ def test_in_bf16_it_is_stock_but_for_the_order_of_sums_and_comes_back(ranks: Any
     assert ranks(2).run(trained, stage, one)[0]["report"]["num_layers_in_bf16"] == 1
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_experts_that_are_too_small_have_the_bits_of_stock(ranks: Any, stage: int) -> None:
+    block = {"linear": {"min_size": 1 << 40}, "without_deepspeed_fixes": ["adam_step"]}
+    ours = ranks(2).run(trained, stage, block)[0]
+    assert ours["report"]["num_layers_in_bf16"] == 12
+    assert ours["losses"] == ranks(2).run(trained, stage, None)[0]["losses"]
+    some = {"linear": {"min_size": 1}}
+    assert ranks(2).run(trained, stage, some)[0]["report"]["num_layers_in_bf16"] == 0
+
+
 @on_ranks(2)
 def test_the_monitor_has_rows_of_experts_and_counts_them_as_covered() -> None:
     engine = build(2, {"monitor": {"every": 2, "sink": "/dev/null"}})

@@ -59,9 +59,10 @@ def arm(engine: Any, moment: str, fate: Callable[..., None]) -> None:
     elif moment == "backward":
         layer.register_full_backward_hook(fate)
     elif moment == "step":  # between the reduction of gradients and the update
-        name = "unscale_and_clip_grads" if engine.fp8.config.optimizer.states == "fp32" else "_fp8_update"
-        assert hasattr(engine.optimizer, name) and not engine.fp8.config.optimizer.release
-        setattr(engine.optimizer, name, fate)
+        has_fp8_states = engine.fp8.config.optimizer.states == "fp8"
+        owner, name = (engine.optimizer, "_fp8_update") if has_fp8_states else (engine.optimizer._fp8_adam, "_state")
+        assert hasattr(owner, name) and not engine.fp8.config.optimizer.release
+        setattr(owner, name, fate)
     elif moment == "save":
         engine.checkpoint_engine.save = fate
     elif moment == "load":

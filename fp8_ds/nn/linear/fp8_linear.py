@@ -271,7 +271,7 @@ class Fp8Linear(nn.Linear):
         return module
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.fp8_recipe.is_plain and _is_bf16_here(self.weight):
+        if self.fp8_recipe.is_plain and is_bf16_here(self.weight):
             with torch._C.DisableTorchFunctionSubclass():  # the weight itself, and no copy of its values
                 return self._stock_forward(input)
         return self.product(input, self.bias)
@@ -376,7 +376,7 @@ class Fp8Conv1D(Fp8Linear):
         convert_back(self, conv1d_class())
 
 
-def _is_bf16_here(weight: Any) -> bool:
+def is_bf16_here(weight: Any) -> bool:
     """Whether the weight's own data is bf16, and so in the backward: no payload, ZeRO-1/2 has `Fp8Payload.hp`, or
     ZeRO-3 has gathered it in bf16, as it does for a layer that is plain."""
     payload = getattr(weight, "_fp8", None)

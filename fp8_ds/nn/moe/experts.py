@@ -20,7 +20,7 @@ from torch._compile import _disable_dynamo
 from fp8_ds.nn.fused.mlp import computes_silu
 from fp8_ds.nn.fused.module import FORMAT, as_rows, deliver
 from fp8_ds.nn.fused.search import parse
-from fp8_ds.nn.linear.fp8_linear import Fp8Linear, full_shape
+from fp8_ds.nn.linear.fp8_linear import Fp8Linear, full_shape, is_bf16_here
 from fp8_ds.nn.linear.recipe import Recipe, copied_scales
 from fp8_ds.nn.linear.recipes import Bf16Recipe, TensorwiseRecipe
 from fp8_ds.nn.moe.products import Groups, grouped_linear, has_one_launch
@@ -189,10 +189,24 @@ class Fp8Experts(nn.Module):
             module.bf16_recipe = Bf16Recipe(TensorwiseRecipe(recipe.linear_config))
         module.fp8_recipes[name] = recipe
 
-    # The host reads how many tokens each expert has: a graph would be made anew for any other numbers.
-    @_disable_dynamo
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute as `stock_forward`."""
+        is_plain = all(recipe.is_plain for recipe in self.fp8_recipes.values())
+        if is_plain and is_bf16_here(self.gate_up_proj) and is_bf16_here(self.down_proj):
+            with torch._C.DisableTorchFunctionSubclass():  # the weights themselves, and no copies of their values
+                output: Tensor = self.stock_class.forward(self, hidden_states, top_k_index, top_k_weights)
+                return output
+        return self._forward_in_fp8(hidden_states, top_k_index, top_k_weights)
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        """What transformers' implementations ask a module for, beside its weights."""
+        stock: Any = self.stock_class
+        output: Tensor = stock._apply_gate(self, gate_up)
+        return output
+
+    # The host reads how many tokens each expert has: a graph would be made anew for any other numbers.
+    @_disable_dynamo
+    def _forward_in_fp8(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         weight: Any = self.gate_up_proj
         # Of transformers' implementations this one casts what it reads; the others raise, as nn.Linear does.
         is_cast = getattr(getattr(self, "config", None), "_experts_implementation", None) == "grouped_mm"
@@ -265,6 +279,14 @@ class ExpertsWeight:
     def weight(self) -> nn.Parameter:
         weight: nn.Parameter = getattr(self.module, self.name)
         return weight
+
+    @property
+    def in_features(self) -> int:
+        return full_shape(self.weight)[2]
+
+    @property
+    def out_features(self) -> int:
+        return full_shape(self.weight)[1]
 
     @property
     def fp8_recipe(self) -> Recipe:

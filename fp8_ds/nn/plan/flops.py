@@ -40,8 +40,9 @@ class SizeRule:
             return cls(MIN_MACS["compiled" if is_compiled else "eager"], MIN_FEATURES)
         return cls(min_size)
 
-    def gains(self, num_tokens: int, in_features: int, out_features: int) -> bool:
-        """Whether a linear gains in FP8 with so many tokens on a rank."""
+    def gains(self, num_tokens: float, in_features: int, out_features: int) -> bool:
+        """Whether a linear gains in FP8 with so many tokens on a rank; of experts, which are computed together, the
+        rule is eager's, and a token counts once for each that it visits."""
         is_wide = 2 * in_features * out_features >= self.features * (in_features + out_features)
         return is_wide and num_tokens * in_features * out_features >= self.macs
 
@@ -68,7 +69,7 @@ def products(model: nn.Module, plan: Plan) -> list[Product]:
     planned = {layer.fqn: layer for layer in plan.layers}
     others: dict[str, list[Product]] = {}
     for fqn, module, name, p in other_weights(model):
-        share = _share_of_experts(module, p.shape[0]) if p.dim() == 3 else 1.0
+        share = share_of_experts(module, p.shape[0]) if p.dim() == 3 else 1.0
         flops, reason = round(2 * p.numel() * share), f"a {kind_of(module)}, not an nn.Linear"
         product = Product(f"{fqn}.{name}", type(module).__name__, tuple(p.shape), flops, False, reason)
         others.setdefault(fqn, []).append(product)
@@ -76,14 +77,14 @@ def products(model: nn.Module, plan: Plan) -> list[Product]:
     for fqn, module in model.named_modules():
         rows = [planned[name] for name in (fqn, *(f"{fqn}.{name}" for name in module._parameters)) if name in planned]
         for row in rows:
-            share = _share_of_experts(module, row.num_experts) if row.num_experts else 1.0
+            share = share_of_experts(module, row.num_experts) if row.num_experts else 1.0
             flops = round(2 * row.numel * share)
             found.append(Product(row.fqn, type(module).__name__, row.shape, flops, row.converted, row.reason))
         found.extend(others.get(fqn, ()))
     return found
 
 
-def _share_of_experts(module: nn.Module, num_experts: int) -> float:
+def share_of_experts(module: nn.Module, num_experts: int) -> float:
     """Return the share of experts [experts, rows, columns] that a token visits; 1 if the module does not say."""
     for place in (module, getattr(module, "config", None)):
         for name in ("num_experts_per_tok", "top_k"):
