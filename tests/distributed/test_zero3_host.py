@@ -108,6 +108,15 @@ def own_bound(live: int) -> Iterator[None]:
         DeepSpeedZeroConfig.model_rebuild(force=True)
 
 
+def take_steps(engine: Any, num: int, seen: list[Any] | None = None) -> None:
+    """Take steps from batch 0 on. What hooks append to `seen` is of the last of them then."""
+    for step in range(num):
+        if seen is not None:
+            seen.clear()
+        engine.backward(engine(training.micro_batches(step, 1)[0]))
+        engine.step()
+
+
 def blocks_that_are_late(num_before_compile: int | None = None, **keys: int) -> list[bool]:
     """Whether each block of a third step, forward and backward, is gathered only when it is needed.
 
@@ -123,9 +132,7 @@ def blocks_that_are_late(num_before_compile: int | None = None, **keys: int) -> 
             engine = build({}, num_blocks=8, stage3_max_reuse_distance=0, **zero)
         else:
             engine = build({}, num_blocks=8, stage3_max_reuse_distance=0, names_leaves=False, **keys)
-            for step in range(num_before_compile):
-                engine.backward(engine(training.micro_batches(step, 1)[0]))
-                engine.step()
+            take_steps(engine, num_before_compile)
             engine.compile(backend="eager")
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
     stock, late = coordinator.fetch_sub_module, []
@@ -136,10 +143,7 @@ def blocks_that_are_late(num_before_compile: int | None = None, **keys: int) -> 
         stock(module, forward)
 
     coordinator.fetch_sub_module = fetch
-    for step in range(3):
-        late.clear()
-        engine.backward(engine(training.micro_batches(step, 1)[0]))
-        engine.step()
+    take_steps(engine, 3, late)
     training.destroy(engine)
     return late
 
@@ -166,9 +170,7 @@ def weights_there_after_release(num_before_compile: int) -> list[int]:
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     engine = build({}, num_blocks=4, stage3_max_reuse_distance=0, names_leaves=False)
-    for step in range(num_before_compile):
-        engine.backward(engine(training.micro_batches(step, 1)[0]))
-        engine.step()
+    take_steps(engine, num_before_compile)
     engine.compile(backend="eager")
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
     stock, left = coordinator.release_sub_module, []
@@ -179,10 +181,7 @@ def weights_there_after_release(num_before_compile: int) -> list[int]:
             left.append(sum(p.ds_status != ZeroParamStatus.NOT_AVAILABLE for p in module.parameters()))
 
     coordinator.release_sub_module = release
-    for step in range(4):
-        left.clear()
-        engine.backward(engine(training.micro_batches(step, 1)[0]))
-        engine.step()
+    take_steps(engine, 4, left)
     training.destroy(engine)
     return left
 
