@@ -20,7 +20,7 @@ from fp8_ds.engine.compat.model import autotp_sizes
 from fp8_ds.engine.ranks import say
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.nn.plan.convert import change_recipes
-from fp8_ds.nn.plan.ends import layer_lists
+from fp8_ds.nn.plan.ends import layer_lists, names_in_order
 from fp8_ds.nn.plan.plan import Plan, is_layer
 
 _STEPS = "num_training_steps"
@@ -123,17 +123,14 @@ def _steps_of_trainer() -> object:
 
 
 def ends_of(model: nn.Module) -> tuple[str, ...]:
-    """Return parts of names of the first and last layer of each list of three or more; none of a pipeline stage."""
+    """Return the beginnings of names in the first and last layer of each list of three or more, a stage's layers being
+    layers (`names_in_order`); none of a pipeline stage."""
     from deepspeed.runtime.pipe.module import PipelineModule
 
     if isinstance(model, PipelineModule):
         return ()
-    ends: list[str] = []
-    for name, layers in layer_lists(model, is_layer).items():
-        if len(layers) > 2:
-            keys = {id(layer): key for key, layer in model.get_submodule(name).named_children()}
-            ends += [f"{name}.{keys[id(layer)]}." for layer in (layers[0], layers[-1])]
-    return tuple(ends)
+    lists = (names_in_order(name, model.get_submodule(name), is_layer) for name in layer_lists(model, is_layer))
+    return tuple(f"{name}." for names in lists if len(names) > 2 for name in (names[0], names[-1]))
 
 
 def _takes_fa3(model: nn.Module, device: torch.device) -> bool:

@@ -33,6 +33,29 @@ def layer_lists(model: nn.Module, is_linear: IsLinear, prefix: str = "") -> dict
     return found
 
 
+def names_in_order(name: str, module: nn.Module, is_linear: IsLinear) -> list[str]:
+    """Return the names of the layers with linears in the list of modules `module`, in order.
+
+    An entry is a stage, as of a Swin, whose own layers are returned, if it is a list of layers, or its first part with
+    linears is one. Linears of the same names tell a stage's layers from a layer's parts, as those in T5's `layer`.
+    """
+    found: list[str] = []
+    for key, layer in module._modules.items():
+        if layer is None or not any(map(is_linear, layer.modules())):
+            continue
+        own = f"{name}.{key}"
+        parts = [(f"{own}.{k}", p) for k, p in layer.named_children() if any(map(is_linear, p.modules()))]
+        stage = next((one for one in ((own, layer), *parts[:1]) if _has_like_layers(one[1], is_linear)), None)
+        found += [own] if stage is None else names_in_order(*stage, is_linear)
+    return found
+
+
+def _has_like_layers(module: nn.Module, is_linear: IsLinear) -> bool:
+    """Whether `module` is a list of modules, none of them a linear, of whose linears some have the same names."""
+    entries = [{name for name, part in entry.named_modules() if is_linear(part)} for entry in _entries(module)]
+    return bool(entries) and "" not in entries[0] and all(names & entries[0] for names in entries)
+
+
 def _entries(module: nn.Module) -> list[nn.Module]:
     """Return the entries of an nn.ModuleList, or an nn.ModuleDict with numbers as keys (torchtitan's `layers`)."""
     if isinstance(module, nn.ModuleList):

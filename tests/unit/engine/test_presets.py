@@ -65,6 +65,27 @@ def test_ends_are_those_of_each_list_that_has_others() -> None:
     assert facts_of({"tensor_parallel": {"autotp_size": 2}}, model).is_parallel
 
 
+def test_ends_of_a_model_of_stages_are_its_first_and_last_block() -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def ends(name: str, **sizes: Any) -> tuple[str, ...]:
+        config = getattr(transformers, f"{name}Config")(**sizes)
+        with torch.device("meta"):
+            return ends_of(getattr(transformers, f"{name}Model")(config))
+
+    swin = {"image_size": 64, "embed_dim": 12, "num_heads": [1, 1, 1], "window_size": 4}
+    assert ends("Swin", depths=[1, 2, 3], **swin) == ("encoder.layers.0.blocks.0.", "encoder.layers.2.blocks.2.")
+    assert ends("Swin", depths=[1, 2, 1], **swin)[1] == "encoder.layers.2.blocks.0."
+    assert ends("Funnel", block_sizes=[1, 2], num_decoder_layers=1, d_model=16, n_head=2, d_head=8, d_inner=8) == (
+        "encoder.blocks.0.0.",
+        "encoder.blocks.1.1.",
+    )
+    t5 = ends("T5", num_layers=3, d_model=16, d_kv=8, num_heads=2, d_ff=16, vocab_size=8)  # a block is a list, too
+    assert t5 == ("encoder.block.0.", "encoder.block.2.", "decoder.block.0.", "decoder.block.2.")
+    experts = {"num_local_experts": 3, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    assert ends("Mixtral", num_hidden_layers=3, num_key_value_heads=1, **experts) == ("layers.0.", "layers.2.")
+
+
 SAVED = {
     "linear": {"recipe": "tensorwise", "grad_dtype": "e5m2", "fast_accumulation": "output"},
     "schedule": {"bf16_last_fraction": 0.0, "total_steps": None, "layers": {}},
