@@ -142,7 +142,7 @@ class StepCallbacks:
     def _leave_out_last_steps(self) -> None:
         """Keep the first and last layer in bf16 from now on, and no steps at the end, which do not fit into memory."""
         context, names = self._engine.fp8, self.precision.names
-        ends = {end: "bf16" for end in ends_of(self._engine.module) if any(end in name for name in names)}
+        ends = {end: "bf16" for end in ends_of(self._engine.module) if any(name.startswith(end) for name in names)}
         layers = {**ends, **context.config.schedule.layers}
         context.config = with_schedule(context.config, layers=layers, bf16_last_fraction=0.0, total_steps=None)
         self.precision.change(context.config.schedule, lambda: None)

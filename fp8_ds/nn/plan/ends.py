@@ -72,12 +72,16 @@ def counts_from_the_end(pattern: str) -> bool:
 class NameFilter:
     """Filter of a model's layers by parts of their names, as in `linear.filter_fqns`.
 
+    A whole name of a module with its dot, `layers.1.`, is what is in it, and nothing of `encoder.layers.1.`.
+
     A negative number counts from the end of the outermost list of modules, and is a whole one: `layers.-1` is all of
     the last layer, and nothing of `layers.-12`.
     """
 
     def __init__(self, model: nn.Module, patterns: Collection[str]) -> None:
         self._model, self._patterns = model, patterns
+        modules = {f"{name}." for name, _ in model.named_modules(remove_duplicate=False) if name}
+        self._whole_names = modules.intersection(patterns)
         self._not_found = set(filter(counts_from_the_end, patterns))
 
     def names(self, fqns: Collection[str]) -> bool:
@@ -87,6 +91,8 @@ class NameFilter:
         return bool(found)
 
     def _is_in(self, pattern: str, fqn: str) -> bool:
+        if pattern in self._whole_names:
+            return fqn.startswith(pattern)
         if not counts_from_the_end(pattern):
             return pattern in fqn
         end = r"(?!\d)" if _NUMBER_LAST.search(pattern) else ""  # digits do not go on where the pattern stops

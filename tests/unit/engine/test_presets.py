@@ -10,11 +10,12 @@ import torch
 from support.threads import on_threads
 from torch import nn
 
-from fp8_ds.config import Fp8Config
+from fp8_ds.config import Fp8Config, LinearConfig
 from fp8_ds.config.presets import Facts
+from fp8_ds.config.schedule import matching
 from fp8_ds.engine.bf16_memory import Bf16Memory, Memory
 from fp8_ds.engine.presets import as_trained, ends_of, facts_of, resolved
-from fp8_ds.nn.plan.plan import Plan
+from fp8_ds.nn.plan.plan import Plan, make_plan
 
 SCHEDULER = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 300}}}
 
@@ -63,6 +64,16 @@ def test_ends_are_those_of_each_list_that_has_others() -> None:
     assert ends_of(nn.Linear(16, 16)) == ()
     assert facts_of({}, model).ends == ends_of(model) and not facts_of({}, model).has_fa3
     assert facts_of({"tensor_parallel": {"autotp_size": 2}}, model).is_parallel
+
+
+def test_ends_at_the_root_of_a_model_name_nothing_else_in_it() -> None:
+    model = nn.ModuleDict({"layers": layers(3), "encoder": nn.ModuleDict({"layers": layers(4)})})
+    found = facts_of({}, model).ends
+    expected = [f"{name}.up" for name in ("layers.0", "layers.2", "encoder.layers.0", "encoder.layers.3")]
+    names = [row.fqn for row in make_plan(model, LinearConfig()).layers]
+    assert [name for end in found for name in matching(end, names)] == expected
+    rows = make_plan(model, LinearConfig(filter_fqns=found)).layers
+    assert [row.fqn for row in rows if not row.converted] == expected
 
 
 def test_ends_of_a_model_of_stages_are_its_first_and_last_block() -> None:
