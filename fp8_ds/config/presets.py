@@ -22,7 +22,7 @@ class Facts:
 
     Args:
         num_steps: optimizer steps of the whole run; "auto": a number that is filled in later; None: not known.
-        ends: names of modules, each with a dot behind it, that are the first and last layer of each list; empty where the
+        ends: names of the first and last layer of each list of layers, each with a dot behind it; empty where the
             model has no list of layers.
         is_parallel: whether layers are tensor-parallel, so that their precision stays as it is.
         has_fa3: whether FlashAttention-3, with its backward, is installed and computes this model's attention.

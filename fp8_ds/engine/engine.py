@@ -207,13 +207,20 @@ class Fp8Engine(Fp8Checkpoints):
         }
 
     def destroy(self: Any) -> None:
-        """Write the last report, then destroy the engine as DeepSpeed does."""
-        if self._fp8_step_callbacks is not None:
-            self._fp8_step_callbacks.close()
-        for hook in self._fp8_hooks:
-            hook.remove()
-        self._fp8_drops_full_masks = False
-        super().destroy()  # type: ignore[misc]
+        """Write the last report and remove our hooks, then destroy the engine as DeepSpeed does.
+
+        All of it is done, whatever raises; then the first error is raised.
+        """
+        callbacks, self._fp8_drops_full_masks = self._fp8_step_callbacks, False
+        last_report = () if callbacks is None else (callbacks.close,)
+        errors = []
+        for undo in (*last_report, *(hook.remove for hook in self._fp8_hooks), super().destroy):  # type: ignore[misc]
+            try:
+                undo()
+            except BaseException as error:  # an interrupt is raised as late as the others
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
 
 class Fp8FlopsProfiler(flops_profiler.FlopsProfiler):

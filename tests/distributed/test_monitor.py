@@ -16,6 +16,7 @@ import training
 from support.ranks import RankPool, on_ranks
 
 from fp8_ds.errors import ConfigError
+from fp8_ds.monitor.health import HealthMonitor
 
 pytestmark = pytest.mark.distributed
 
@@ -220,6 +221,28 @@ def test_autotps_layers_are_watched(ranks: Any, tmp_path: Path) -> None:
         assert len(reports) == 2
         for report in reports:
             assert [len(kinds) for kinds in report["layers"].values()] == [3] * 7 * autotp.LAYERS
+
+
+@on_ranks(1)
+def test_an_engine_whose_last_report_fails_is_destroyed_all_the_same() -> None:
+    from deepspeed.utils.z3_leaf_module import z3_leaf_module
+
+    def hooked(module: torch.nn.Module) -> list[bool]:
+        """Modules below the root, where DeepSpeed leaves one of its own, that have hooks or are leaves."""
+        return [z3_leaf_module(one) or bool(one._forward_hooks) for one in list(module.modules())[1:]]
+
+    def fails(monitor: HealthMonitor) -> None:
+        raise ZeroDivisionError
+
+    engine = training.build(training.ds_config(3, {"monitor": {"every": 1, "sink": "/dev/null"}}))
+    engine.compile(backend="eager")  # which makes leaves
+    training.train(engine, 1)
+    module = engine.module
+    assert any(map(z3_leaf_module, module.modules()))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(HealthMonitor, "flush", fails)
+        engine.destroy()
+    assert not any(hooked(module))
 
 
 @on_ranks(2)
