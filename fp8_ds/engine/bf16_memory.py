@@ -14,11 +14,11 @@ from fp8_ds.engine.ranks import tell_all
 _MAX_SHARE = 0.95
 """Share of the memory that can be had; the rest is for what the allocator cannot use."""
 _FIRST, _SECOND = 3, 5
-"""Steps of this process after which it is judged, the second time by the peak of training alone."""
+"""Steps of this process after which it is judged, the second time by what training alone has reserved."""
 
 
 class Memory(NamedTuple):
-    """Bytes of one GPU: allocated now, between two steps; allocated at most so far; and what this process can have."""
+    """Bytes of one GPU: allocated now, between two steps; no less than a step has had; what this process can have."""
 
     now: int
     peak: int
@@ -34,11 +34,11 @@ class Bf16Memory:
     Args:
         extra: bytes that weights take beside their FP8 bytes while all compute in bf16.
         read: returns this rank's memory.
-        forget_peak: makes the peak start anew.
+        empty_cache: gives back what is reserved and not allocated.
     """
 
-    def __init__(self, extra: int, read: Callable[[], Memory], forget_peak: Callable[[], None]) -> None:
-        self.extra, self._read, self._forget_peak = extra, read, forget_peak
+    def __init__(self, extra: int, read: Callable[[], Memory], empty_cache: Callable[[], object]) -> None:
+        self.extra, self._read, self._empty_cache = extra, read, empty_cache
         self._num_steps = 0
 
     @classmethod
@@ -52,7 +52,7 @@ class Bf16Memory:
         num, device = sum(getattr(p, "ds_numel", p.numel()) for p in engine.fp8.trainable.values()), engine.device
         if engine.zero_optimization_partition_weights():
             num //= dist.get_world_size(engine.optimizer.dp_process_group)
-        return cls(2 * num, lambda: _memory(device), lambda: torch.cuda.reset_peak_memory_stats(device))
+        return cls(2 * num, lambda: _memory(device), torch.cuda.empty_cache)
 
     def after_step(self) -> bool | None:
         """Judge after a step. Collective in the steps in which it does.
@@ -69,15 +69,14 @@ class Bf16Memory:
             self._num_steps = _SECOND
             return True
         if self._num_steps == _FIRST:  # the peak may be that of building the engine
-            self._forget_peak()
+            self._empty_cache()
             return None
         return False
 
 
 def _memory(device: torch.device) -> Memory:
-    free, _ = torch.cuda.mem_get_info(device)
-    return Memory(
-        torch.cuda.memory_allocated(device),
-        torch.cuda.max_memory_allocated(device),
-        free + torch.cuda.memory_reserved(device),
-    )
+    """Read a GPU's memory. The allocator keeps what a step has had, until its cache is emptied: so nobody's peak in
+    torch's statistics needs to start anew."""
+    free, reserved = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device)
+    peak = min(torch.cuda.max_memory_allocated(device), reserved)
+    return Memory(torch.cuda.memory_allocated(device), peak, free + reserved)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,6 +165,44 @@ ROOMY, TIGHT = Memory(40, 60, 100), Memory(40, 85, 100)
 )
 def test_last_steps_that_might_not_fit_on_one_rank_are_refused_on_all(memories: Any, expected: Any) -> None:
     assert on_threads(2, judged, memories, 10) == [expected, expected]
+
+
+class Allocator:
+    """A GPU of 100 bytes, of which training holds 40 between steps, and 60 in them; building the engine has had 95."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.reserved = 95
+        answers = {
+            "mem_get_info": lambda device: (100 - self.reserved, 100),
+            "memory_reserved": lambda device: self.reserved,
+            "memory_allocated": lambda device: 40,
+            "max_memory_allocated": lambda device: 95,
+            "empty_cache": lambda: setattr(self, "reserved", 40),
+        }
+        for name in [name for name in dir(torch.cuda) if "memory" in name or name in answers]:
+            patch.setattr(torch.cuda, name, answers.get(name))
+
+
+def judge_of(allocator: Allocator, num_weights: int) -> list[bool | None]:
+    weights = {"w": nn.Parameter(torch.empty(num_weights, device="meta"))}
+    context = SimpleNamespace(trainable=weights, precision=SimpleNamespace(schedule=SimpleNamespace(last=50)))
+    engine = SimpleNamespace(device=torch.device("cuda"), fp8=context, global_steps=0)
+    engine._config = SimpleNamespace(_param_dict={"fp8": {}})
+    engine.zero_optimization_partition_weights = lambda: False
+    judge, answers = Bf16Memory.of(engine), []
+    assert judge is not None
+    for _ in range(6):
+        allocator.reserved = max(allocator.reserved, 60)
+        answers.append(judge.after_step())
+    return answers
+
+
+@pytest.mark.parametrize(("num_weights", "fits"), [(7, True), (8, False)])  # 60 + 2 * 7 + 20 of 95
+def test_a_peak_of_before_training_does_not_count_and_nobodys_statistics_are_reset(
+    monkeypatch: pytest.MonkeyPatch, num_weights: int, fits: bool
+) -> None:
+    allocator = Allocator(monkeypatch)
+    assert on_threads(1, judge_of, allocator, num_weights) == [[None, None, None, None, fits, None]]
 
 
 def test_fast_takes_flash_attention_3_only_with_all_that_a_batch_may_need(monkeypatch: pytest.MonkeyPatch) -> None:
