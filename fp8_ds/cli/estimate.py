@@ -119,6 +119,11 @@ def _print(model: str, found: Footprint, run: Run, memory: float | None) -> None
         "add up to a peak: gradients and activations are not all there at once. The last row has activations as eager "
         "keeps them, of which a graph keeps fewer, and the gradients that a graph gives all at once."
     )
+    if run.fp8 is not None and run.fp8.linear.min_size != 0:
+        out.print(
+            "Linears are counted in FP8 whatever their size. A GPU leaves those below linear.min_size in bf16, which "
+            "takes more: `fp8-ds plan` says how many they are."
+        )
     if memory is not None:
         verdict = "fits into" if found.peak <= memory * 2**30 else "does not fit into"
         at_most = f" Compiled: at most {found.peak_compiled / size:.2f} {unit}."

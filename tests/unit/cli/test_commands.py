@@ -276,6 +276,15 @@ def test_estimate_answers_no_where_it_does_not_fit(tmp_path: Path) -> None:
     assert code == 0 and found["fits"] is True
 
 
+def test_estimate_says_that_it_asks_for_no_size_where_a_run_does(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    for size in (None, 0):
+        config = written(tmp_path, fp8={"linear": {"min_size": size}})
+        arguments = ("estimate", "llama-8b", "--config", config, "--seq", 64, "--micro-batch", 1, *ONE_LAYER)
+        said = CliRunner().invoke(app, [*map(str, arguments)]).stdout
+        assert "micro-batch 1 x 64" in said and ("linear.min_size" in said) == (size is None)
+
+
 # --- doctor ---
 
 
