@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
@@ -64,13 +65,31 @@ class Block(NamedTuple):
     num_in_bf16: int
 
 
+class Turns:
+    """A GPU that runs have together, or one of them alone, as two files at `path` say. Whoever wants it alone has it as
+    soon as those who have it now want something else: nobody comes in between."""
+
+    def __init__(self, path: str) -> None:
+        self._door, self._room = (os.open(path + end, os.O_CREAT | os.O_WRONLY) for end in (".door", ".room"))
+        self._alone: bool | None = None
+
+    def take(self, alone: bool) -> None:
+        """Wait for the turn; it ends with the next call, or the process."""
+        if alone != self._alone:
+            fcntl.flock(self._room, fcntl.LOCK_UN)
+            fcntl.flock(self._door, fcntl.LOCK_EX)
+            fcntl.flock(self._room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+            fcntl.flock(self._door, fcntl.LOCK_UN)
+            self._alone = alone
+
+
 def measure(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Result of the run that `spec` describes: see `phases`; and what the plan says."""
     on_cuda, scheduled = spec["device"] == "cuda", spec["ds_config"]["scheduler"]["params"]["total_num_steps"]
     for package in ("deepspeed", "transformers"):  # importing disturbs nobody who times
         import_module(package)
-    turns = Path(spec["turns"]).open("w")  # noqa: SIM115 (held until the end)
-    fcntl.flock(turns, fcntl.LOCK_SH)
+    turns = Turns(spec["turns"])
+    turns.take(alone=False)
     steps = train(spec)
     engine, _ = next(steps)
     report = getattr(engine, "fp8_report", dict)
@@ -79,7 +98,7 @@ def measure(spec: Mapping[str, Any]) -> dict[str, Any]:
         is_timed = spec["num_warm"] < last <= scheduled - BLOCK or last > scheduled + BLOCK
         if on_cuda:
             torch.cuda.synchronize()
-        fcntl.flock(turns, fcntl.LOCK_EX if is_timed else fcntl.LOCK_SH)
+        turns.take(alone=is_timed)
         if on_cuda:
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
