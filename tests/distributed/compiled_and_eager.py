@@ -167,11 +167,13 @@ def step_of(engine: Any, cell: Cell, step: int) -> dict[str, Any]:
     return seen
 
 
-def observe(cell: Cell, fused: bool, is_compiled: bool, folder: str, states: list[Any]) -> list[dict[str, Any]]:
-    """What `step_of` sees in each step of an engine; the first one of a cell writes `folder` and `states`."""
+def observe(
+    cell: Cell, fused: bool, is_compiled: bool, folder: str, states: list[Any], first: int = 0
+) -> list[dict[str, Any]]:
+    """What `step_of` sees in each step, from `first` on, of an engine; that of a cell writes `folder` and `states`."""
 
     engine, saves, seen = build(cell, fused), not states, []
-    for step in range(NUM_STEPS):
+    for step in range(first, NUM_STEPS):
         if cell.feature == "resume" and step == NUM_STEPS // 2 and not saves:
             training.destroy(engine)
             engine = build(cell, fused)
@@ -266,7 +268,11 @@ def jump(losses: list[float]) -> float:
 
 
 def compare(cell: Cell, only_fused: bool = False) -> tuple[list[float], dict[str, dict[str, Worst]]]:
-    """Losses of eager, and how far engines of the cell are from eager ones, or a fused eager one from the other."""
+    """Losses of eager, and how far engines of the cell are from eager ones, or a fused eager one from the other.
+
+    Args:
+        only_fused: compare fused ones alone, from the second step on: the first has graphs of its own, without scales.
+    """
     states: list[Any] = []
     result: dict[str, dict[str, Worst]] = {}
     in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -279,5 +285,7 @@ def compare(cell: Cell, only_fused: bool = False) -> tuple[list[float], dict[str
             fused = observe(cell, True, False, folder, states)
             result["eager, fused"] = differences(eager, fused)
         if cell.model in FUSIBLE:
-            result["compiled, fused"] = differences(fused, observe(cell, True, True, folder, states))
+            first = int(only_fused)
+            seen = observe(cell, True, True, folder, states, first)
+            result["compiled, fused"] = differences(fused[first:], seen)
     return [seen["losses"][-1] for seen in eager], result

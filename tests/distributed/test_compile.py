@@ -226,7 +226,7 @@ def test_compiled_trains_to_the_bits_of_eager(
             assert compiled["graphs"] == (2 if fp8 == DELAYED else 1)
 
 
-def losses_and_masks(fp8: dict[str, Any] | None, is_compiled: bool) -> dict[str, Any]:
+def losses_and_masks(fp8: dict[str, Any], is_compiled: bool, num_steps: int = 5) -> dict[str, Any]:
     """Of batches with and without padding, in eager or in graphs; and what an engine leaves when it is destroyed."""
     engine = build(2, fp8)
     masks: list[bool] = []
@@ -240,7 +240,7 @@ def losses_and_masks(fp8: dict[str, Any] | None, is_compiled: bool) -> dict[str,
     if is_compiled:
         engine.compile(backend=backend)
     losses = []
-    for step, padding in enumerate((None, 3, 0, None, 3)):
+    for step, padding in enumerate((None, 3, 0, None, 3)[:num_steps]):
         tokens = tokens_of(engine, step)
         given = {} if padding is None else {"attention_mask": torch.ones_like(tokens)}
         if padding:
@@ -261,13 +261,13 @@ def test_an_engine_makes_no_mask_where_none_is_needed(ranks: Any) -> None:
     and as stock DeepSpeed trains."""
     pytest.importorskip("transformers")
     without = {"without_deepspeed_fixes": ["attention_masks"]}
-    runs = [({}, False), (without, False), ({}, True), (without, True)]
+    runs = [({}, False), (without, False), ({}, True), (without, True, 1)]
     found = [ranks(1).run(losses_and_masks, *run)[0] for run in runs]
     eager, eager_without, compiled, compiled_without = found
-    assert compiled["masks"] == [False, True] and compiled_without["masks"] == [True, True]
+    assert compiled["masks"] == [False, True] and compiled_without["masks"] == [True]
     assert eager["losses"] == eager_without["losses"]
     for one in (compiled, compiled_without):
-        assert one["losses"] == pytest.approx(eager["losses"], rel=1e-3)
+        assert one["losses"] == pytest.approx(eager["losses"][: len(one["losses"])], rel=1e-3)
     assert all(one["num_hooks"] == 0 for one in found)
 
 
@@ -287,13 +287,19 @@ def test_leaves_of_zero_3_change_no_bit(ranks: Any) -> None:
         assert plain == with_leaves == recommended and len(set(plain)) == NUM_STEPS
 
 
-def run_of_layers(zero: dict[str, Any], first_compiled: int, fp8: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Train a Llama of two layers, whose weights ZeRO-3 releases at once, and compile it twice before a step."""
+def run_of_layers(
+    zero: dict[str, Any], first_compiled: int, fp8: dict[str, Any], stance: str = "default", **options: Any
+) -> dict[str, Any]:
+    """Train a Llama of two layers, whose weights ZeRO-3 releases at once, and compile it twice before a step.
+
+    Args:
+        stance: "force_eager": what is compiled runs in eager, without graphs.
+    """
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
     from deepspeed.utils import get_z3_leaf_modules
 
     losses, left = [], []
-    with observed() as events:
+    with observed() as events, torch.compiler.set_stance(stance):
         engine = build(3, fp8, {"stage3_max_reuse_distance": 0} | zero, 2, **options)
         for step in range(NUM_STEPS):
             for _ in range(2 * (step == first_compiled)):
@@ -324,19 +330,26 @@ def run_of_layers(zero: dict[str, Any], first_compiled: int, fp8: dict[str, Any]
 def test_compile_makes_decoder_layers_leaves_as_leaf_module_in_the_configuration_does(
     ranks: Any, num_ranks: int, first_compiled: int, fp8: dict[str, Any], checkpointing: bool
 ) -> None:
-    """Before the first step, and when DeepSpeed has recorded its trace and released by it."""
+    """Before the first step, and when DeepSpeed has recorded its trace and released by it.
+
+    Without leaves there are so many graphs that, of the cases that run by default, the one without runs in eager.
+    """
     pytest.importorskip("transformers")
 
-    def run(**zero: Any) -> list[dict[str, Any]]:
-        return ranks(num_ranks).run(run_of_layers, zero, first_compiled, fp8, checkpointing=checkpointing)
+    def run(stance: str = "default", **zero: Any) -> list[dict[str, Any]]:
+        return ranks(num_ranks).run(run_of_layers, zero, first_compiled, fp8, stance, checkpointing=checkpointing)
 
     a_layer, layers = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160 + 2 * 64, ["LlamaDecoderLayer"] * 2
-    for made, named, none in zip(run(), run(**LEAF), run(leaf_module={"classes": []}), strict=True):
+    stance = "force_eager" if num_ranks == 1 else "default"
+    for made, named, none in zip(run(), run(**LEAF), run(stance, leaf_module={"classes": []}), strict=True):
         assert made["losses"] == named["losses"] == none["losses"]
         training.assert_fp8_equals(made["state"], named["state"])
         assert (made["graphs"], made["leaves"], made["left"]) == (named["graphs"], layers, named["left"])
         assert made["prefetched"] == named["prefetched"] == a_layer
-        assert made["graphs"] < none["graphs"] and made["breaks"] <= none["breaks"]
+        if stance == "default":
+            assert made["graphs"] < none["graphs"] and made["breaks"] <= none["breaks"]
+        else:
+            assert made["graphs"] > 0 == none["graphs"]
         assert (made["leaves_at_end"], none["leaves"], none["prefetched"]) == (0, [], 50_000_000)
 
 
@@ -382,7 +395,7 @@ def losses_with_a_frozen_embedding() -> list[list[float]]:
 def test_a_leaf_that_compile_has_made_trains_though_its_input_needs_no_gradient(ranks: Any) -> None:
     """With `leaf_module` the first backward fails, in stock too."""
     pytest.importorskip("transformers")
-    for eager, compiled in ranks(2).run(losses_with_a_frozen_embedding):
+    for eager, compiled in ranks(1).run(losses_with_a_frozen_embedding):
         assert compiled == eager
 
 

@@ -65,11 +65,11 @@ def trained(stage: int, fp8: dict[str, Any], steps: int, more: dict[str, Any]) -
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_one_key_trains_as_what_it_says_it_is(ranks: Any, stage: int) -> None:
     """The resolved block, written out, gives the same bits."""
-    for more, facts in (({}, Facts(None, ("blocks.0.", "blocks.2."))), (scheduler(20), Facts(20))):
+    for more, steps, facts in (({}, 3, Facts(None, ("blocks.0.", "blocks.2."))), (scheduler(20), 20, Facts(20))):
         written = Fp8Config.from_block({"enabled": True}, facts).model_dump(mode="json") | {"preset": None}
-        one, other = (ranks(2).run(trained, stage, fp8, 20, more)[0] for fp8 in (AUTO, written))
+        one, other = (ranks(2).run(trained, stage, fp8, steps, more)[0] for fp8 in (AUTO, written))
         assert one == other
-        assert one[1] == ([4] * 20 if not more else [0] * 19 + [6])
+        assert one[1] == ([4] * 3 if not more else [0] * 19 + [6])
 
 
 def saved(stage: int, fp8: dict[str, Any], folder: str, steps: int, more: dict[str, Any], is_old: bool) -> None:
@@ -108,7 +108,7 @@ def resumed(
     return losses, found, told, nums
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_checkpoint_without_a_preset_goes_on_as_it_was_trained(ranks: Any, tmp_path: Path, stage: int) -> None:
     folder = str(tmp_path)
     straight = ranks(2).run(trained, stage, PLAIN, 5, {})[0][0]
@@ -208,7 +208,7 @@ def test_last_steps_that_do_not_fit_are_ends_in_bf16_from_then_on(ranks: Any, st
 
 def compiled_then_loaded(folder: str) -> tuple[list[float], str]:
     engine = training.build(config(2, AUTO))
-    engine.compile(backend="aot_eager")
+    engine.compile(backend="eager")
     training.train(engine, 1)
     engine.load_checkpoint(folder)
     losses = training.train(engine, 2, 3)

@@ -155,7 +155,7 @@ def compiled(backend: str) -> tuple[list[float], list[Any]]:
     return losses, [report["layers"] for report in reports]
 
 
-@on_ranks(2)
+@on_ranks(1)
 def test_compiled_layers_change_and_are_watched_as_eager_ones_are() -> None:
     losses, layers = compiled("aot_eager")
     assert len(layers) == 3 and (losses, layers) == compiled("")

@@ -142,7 +142,7 @@ def compiled(min_size: int, layers: dict[str, str], at: int, monkeypatch: pytest
     return losses
 
 
-@on_ranks(2)
+@on_ranks(1)
 def test_compiling_decides_again_and_a_compiled_layer_has_the_same_bits() -> None:
     with pytest.MonkeyPatch.context() as patch:
         at_once = compiled(ALL, {}, 0, patch)

@@ -479,8 +479,8 @@ def one_key(out: Path, stage: int, kind: str = "whole") -> None:
     """
     make = {"lora": lambda: with_lora(llama()), "mixtral": mixtral}.get(kind, llama)
     options: dict[str, Any] = {"max_steps": 24} if kind == "whole" else {"max_steps": -1, "num_train_epochs": 6}
-    options |= {"gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 12}
-    options |= {"eval_strategy": "steps", "eval_steps": 12, "learning_rate": 1e-2 if kind == "lora" else 3e-3}
+    options |= {"gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 18}
+    options |= {"eval_strategy": "steps", "eval_steps": 18, "learning_rate": 1e-2 if kind == "lora" else 3e-3}
     if kind == "compiled":
         options |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
     else:
@@ -509,8 +509,8 @@ def one_key(out: Path, stage: int, kind: str = "whole") -> None:
     assert_learned(first)
     end(engine)
     second, nums = trainer()
-    second.train(resume_from_checkpoint=str(out / "checkpoint-12"))
-    assert nums == [0] * 11 + [num_layers]
+    second.train(resume_from_checkpoint=str(out / "checkpoint-18"))
+    assert nums == [0] * 5 + [num_layers]
     assert losses(second) == losses(first), (losses(second), losses(first))
     assert_same(masters(second.deepspeed), expected)
     end(second.deepspeed)

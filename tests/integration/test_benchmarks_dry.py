@@ -135,7 +135,7 @@ def test_out_of_box_measures_what_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     script = benchmark("out_of_box")
-    (row,) = (row for row in script.ROWS if row[:3] == ("gpt_neox", 4096, 2))
+    (row,) = (row for row in script.ROWS if row[:4] == ("gpt2", 4096, 2, "eager"))
     block = {"enabled": True, "schedule": {"bf16_last_fraction": 0.03}}
     monkeypatch.setattr(script, "ROWS", (row,))
     monkeypatch.setattr(script, "SETTINGS", {"bf16": None, "enabled": block})

@@ -41,7 +41,7 @@ def test_training_resumes_bit_exactly(root: Path, start_ranks: Launch, tmp_path:
 @pytest.mark.launcher
 def test_demo_compares_fp8_with_bf16(root: Path, tmp_path: Path, cpu_environment: dict[str, str]) -> None:
     command = [sys.executable, root / "examples/deepspeed/demo.py", "--size", "tiny", "--steps", "20"]
-    command += ["--seq-len", "64", "--ranks", "2", "--out", str(tmp_path)]
+    command += ["--seq-len", "16", "--ranks", "2", "--out", str(tmp_path)]
     result = subprocess.run(command, stdout=-1, stderr=-2, text=True, env=cpu_environment, timeout=HANG, check=False)
     assert result.returncode == 0, result.stdout[-6000:]
     assert "held-out loss" in result.stdout
