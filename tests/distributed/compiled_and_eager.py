@@ -102,13 +102,13 @@ def covering_cells() -> list[Cell]:
 # --- engines ---
 
 
-def build(cell: Cell, fused: bool) -> Any:
+def build(cell: Cell, fused: bool, shape: dict[str, Any]) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    name, shape = MODELS[cell.model]
+    name, usual = MODELS[cell.model]
     config = getattr(transformers, f"{name}Config")(
-        **shape, vocab_size=VOCABULARY, use_cache=False, attn_implementation="sdpa"
+        **{**usual, **shape}, vocab_size=VOCABULARY, use_cache=False, attn_implementation="sdpa"
     )
     net = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")(config)
     layers = net.transformer.h if name == "GPT2" else net.model.layers
@@ -168,15 +168,20 @@ def step_of(engine: Any, cell: Cell, step: int) -> dict[str, Any]:
 
 
 def observe(
-    cell: Cell, fused: bool, is_compiled: bool, folder: str, states: list[Any], first: int = 0
+    cell: Cell, fused: bool, is_compiled: bool, folder: str, states: list[Any], first: int = 0, **shape: Any
 ) -> list[dict[str, Any]]:
-    """What `step_of` sees in each step, from `first` on, of an engine; that of a cell writes `folder` and `states`."""
+    """What `step_of` sees in each step of an engine; the first one of a cell writes `folder` and `states`.
 
-    engine, saves, seen = build(cell, fused), not states, []
+    Args:
+        first: step to begin with.
+        shape: fields of the model's configuration that differ from those of `MODELS`.
+    """
+
+    engine, saves, seen = build(cell, fused, shape), not states, []
     for step in range(first, NUM_STEPS):
         if cell.feature == "resume" and step == NUM_STEPS // 2 and not saves:
             training.destroy(engine)
-            engine = build(cell, fused)
+            engine = build(cell, fused, shape)
         if saves:
             engine.save_checkpoint(folder, tag=str(step))
         else:
@@ -271,13 +276,15 @@ def compare(cell: Cell, only_fused: bool = False) -> tuple[list[float], dict[str
     """Losses of eager, and how far engines of the cell are from eager ones, or a fused eager one from the other.
 
     Args:
-        only_fused: compare fused ones alone, from the second step on: the first has graphs of its own, without scales.
+        only_fused: compare fused ones of a single layer alone, from the second step on: the first, which has no scales
+            yet, has graphs of its own.
     """
     states: list[Any] = []
     result: dict[str, dict[str, Worst]] = {}
     in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with graphs_made_anew(), tempfile.TemporaryDirectory(dir=in_memory) as folder:
-        eager = observe(cell, only_fused, False, folder, states)
+        shape = {"num_hidden_layers": 1} if only_fused else {}
+        eager = observe(cell, only_fused, False, folder, states, **shape)
         fused = eager
         if not only_fused:
             result["compiled"] = differences(eager, observe(cell, False, True, folder, states))
@@ -286,6 +293,6 @@ def compare(cell: Cell, only_fused: bool = False) -> tuple[list[float], dict[str
             result["eager, fused"] = differences(eager, fused)
         if cell.model in FUSIBLE:
             first = int(only_fused)
-            seen = observe(cell, True, True, folder, states, first)
+            seen = observe(cell, True, True, folder, states, first, **shape)
             result["compiled, fused"] = differences(fused[first:], seen)
     return [seen["losses"][-1] for seen in eager], result
