@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer, Accelerate, PEFT and TRL on FP8 ZeRO, on two ranks: hf_cases.py says what each case claims."""
+"""Trainer, Accelerate, PEFT and TRL on FP8 ZeRO, on two ranks: hf_cases.py says what each case claims."""
 
 from __future__ import annotations
 
