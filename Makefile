@@ -12,8 +12,9 @@ READY := $(VENV)/.ready
 LINT_READY := $(VENV)/.ready-lint
 DOCS_READY := $(VENV)/.ready-docs
 RECENT_TORCH := import torch; assert tuple(int(n) for n in torch.__version__.split('.')[:2]) >= (2, 11)
-# On a machine with GPUs, too: what asks DeepSpeed is told the CPU, and what asks torch sees none.
-ON_CPU := DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$(CURDIR)/.out/torch_extensions" PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
+# On a machine with GPUs, too: what asks DeepSpeed is told the CPU, and what asks torch sees none. Bytecode is written,
+# whatever the environment says: each process that a test starts would compile the package again, in half a second.
+ON_CPU := PYTHONDONTWRITEBYTECODE= DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$(CURDIR)/.out/torch_extensions" PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 LINTED := fp8_ds megatron_patches tests examples benchmarks setup.py docs/hooks.py docs/img/training_step.py docs/img/first_page.py
 
 .PHONY: setup demo test test-slow test-gpu test-multinode lint format docs clean
