@@ -30,6 +30,7 @@ from support import HANG
 IMPORTED_ONCE = [
     *("torch", "deepspeed", "deepspeed.runtime.zero.muon.original_muon", "fp8_ds.engine.engine"),
     *("transformers.models.llama.modeling_llama", "transformers.models.llama.configuration_llama"),
+    "support.seams_read",
 ]
 """Modules that the process has from which ranks are forked; what is not installed is passed over."""
 
