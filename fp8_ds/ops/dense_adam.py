@@ -172,7 +172,7 @@ def reference_step(
         g.add_(master, alpha=weight_decay)
     m.lerp_(g, 1 - beta1)
     v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-    root = (v.sqrt() / corrections[1] ** 0.5).add_(eps)
+    root = v.sqrt().div_(corrections[1] ** 0.5).add_(eps)
     master.addcdiv_(m, root, value=-lr / corrections[0])
 
 
