@@ -84,7 +84,7 @@ class Turns:
 
 
 def measure(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Result of the run that `spec` describes: see `phases`; and what the plan says."""
+    """Result of the run that `spec` describes: see `phases`; and each block's mean loss, and what the plan says."""
     on_cuda, scheduled = spec["device"] == "cuda", spec["ds_config"]["scheduler"]["params"]["total_num_steps"]
     for package in ("deepspeed", "transformers"):  # importing disturbs nobody who times
         import_module(package)
@@ -109,7 +109,11 @@ def measure(spec: Mapping[str, Any]) -> dict[str, Any]:
         ms = 1000 * (time.perf_counter() - start) / BLOCK
         peak = torch.cuda.max_memory_allocated() / 2**30 if on_cuda else 0.0
         blocks.append(Block(last, ms, loss, peak, report().get("num_layers_in_bf16", 0)))
-    return {**phases(blocks, spec["num_warm"], scheduled), "plan": report().get("plan", "").partition(";")[0]}
+    return {
+        **phases(blocks, spec["num_warm"], scheduled),
+        "losses": [round(block.loss, 3) for block in blocks],
+        "plan": report().get("plan", "").partition(";")[0],
+    }
 
 
 def phases(blocks: Sequence[Block], num_warm: int, scheduled: int) -> dict[str, Any]:
