@@ -10,8 +10,8 @@ These repairs stay where they are, without a switch:
 - They are a promise of docs/reliability.md: whole checkpoints (saving.py, checking.py), ranks that start alike
   (rank_agreement.py), refusals (compat/).
 - They mend our own code only: handles that are waited for together (zero/sharded.py), a last report after
-  `destroy_process_group` (monitor/sinks.py). With one rank FP8 states read gradients without a bucket, as a part of
-  their step (zero/states12.py).
+  `destroy_process_group` (monitor/sinks.py). With one rank our own step reads gradients without a bucket
+  (zero/stage12.py); of fp32 states `adam_step` leaves both out.
 - They are of torch.compile (compiling.py) or of Liger's loss (liger_loss.py).
 """
 

@@ -41,7 +41,10 @@ if HAS_TRITON:
             x = x * decay
         else:
             g = g + weight_decay * x
-        mean = mean + one_minus_beta1 * (g - mean)
+        # As torch.lerp: with beta1 = 0 it is the gradient itself.
+        mean = tl.where(
+            one_minus_beta1 < 0.5, mean + one_minus_beta1 * (g - mean), g - (g - mean) * (1 - one_minus_beta1)
+        )
         square = square * beta2 + one_minus_beta2 * g * g
         root = tl.div_rn(tl.sqrt_rn(square), tl.zeros(square.shape, tl.float32) + root_correction) + eps
         tl.store(m + at, mean, mask)

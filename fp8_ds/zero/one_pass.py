@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, OPTIMIZER_TIMERS
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from fp8_ds.log import warn_once
+from fp8_ds.log import logger
 from fp8_ds.ops._register import HAS_TRITON
 from fp8_ds.ops.dense_adam import AdamNumbers, DenseAdam, DenseStates
 from fp8_ds.ops.squares import SumOfSquares
@@ -67,10 +69,15 @@ class OnePassAdam:
                 return key
         if any(isinstance(x, Tensor) for group in groups for x in (group["lr"], *group["betas"])):
             return "lr or betas are tensors"
-        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        if any(hooks) or any((_global_optimizer_pre_hooks, _global_optimizer_post_hooks)):
             return "it has hooks"
-        if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+        # torch's schedulers wrap the step, to see whether one came before theirs.
+        if step is not None and getattr(step, "__wrapped__", None) is not type(optimizer).step:
             return "its step was replaced"
+        group = self.zero.model_parallel_group
+        if group is not None and dist.get_world_size(group) > 1:
+            return "the norm leaves out gradients of other model-parallel ranks, which may be infinite"
         if getattr(self.zero, "torch_autocast_gradscaler", None):
             return "torch.autocast scales gradients"
         if getattr(self.zero, "cpu_offload", False) or getattr(self.zero, "offload_optimizer", False):
@@ -87,16 +94,18 @@ class OnePassAdam:
         """
         zero = self.zero
         pieces = [piece for each in work for piece in each.pieces]
+        for master, group, _ in work:
+            _check_states(DenseStates(master, **_moments(self._state(master, group))))
         norm = global_norm(zero, [piece.grad for piece in pieces], [piece.param for piece in pieces])
         skip = overflow_flag(norm)
         if waits:
             self.flag.send(skip)
-        else:
-            skip = torch.zeros_like(skip)
+        else:  # as DeepSpeed: elements with a bad gradient become NaN, and no others
+            skip, norm = torch.zeros_like(skip), torch.where(norm < torch.inf, norm, torch.inf)
         scale = clip_factor(norm, zero.clip_grad, zero.loss_scale)
         for master, group, its_pieces in work:
             state = self._state(master, group)
-            states = DenseStates(master.detach(), state["exp_avg"], state["exp_avg_sq"])
+            states = DenseStates(master.detach(), **_moments(state))
             starts, grads = [piece.start for piece in its_pieces], [piece.grad for piece in its_pieces]
             numbers = self._numbers(group, self._steps_of(master) + 1)
             update = self._launches.setdefault(id(master), DenseAdam())
@@ -146,14 +155,19 @@ class OnePassAdam:
         optimizer._opt_called = True  # torch's schedulers look whether a step came before theirs
 
     def _numbers(self, group: dict[str, Any], step: int) -> AdamNumbers:
-        optimizer, (beta1, beta2) = self.zero.optimizer, group["betas"]
+        optimizer, (beta1, beta2) = self.zero.optimizer, map(float, group["betas"])
         if isinstance(optimizer, FusedAdam):
             decoupled = bool(optimizer.adam_w_mode)
         else:
             decoupled = isinstance(optimizer, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay"))
         corrects = group.get("bias_correction", True)
         corrections = (1 - beta1**step, 1 - beta2**step) if corrects else (1.0, 1.0)
-        return AdamNumbers(group["lr"], (beta1, beta2), group["eps"], group["weight_decay"], corrections, decoupled)
+        lr, eps, weight_decay = (float(group[key]) for key in ("lr", "eps", "weight_decay"))
+        return AdamNumbers(lr, (beta1, beta2), eps, weight_decay, corrections, decoupled)
+
+    def forget_counts(self) -> None:
+        """Read counts of steps anew, because a load has written them."""
+        self._counts.clear()
 
 
 class OnePass:
@@ -178,8 +192,12 @@ class OnePass:
     def _fp8_is_left_to_deepspeed(self, masters: Sequence[Tensor]) -> bool:
         reason = self._fp8_adam.why_not(masters)
         if reason is not None and dist.get_rank() == 0:
-            warn_once(f"fp8: the optimizer's step is DeepSpeed's, not one pass: {reason}")
+            _say_once(f"fp8: the optimizer's step is DeepSpeed's own: {reason}")
         return reason is not None
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+        self._fp8_adam.forget_counts()
 
 
 class OnePassStage12(OnePass):
@@ -231,6 +249,31 @@ class OnePassStage3(OnePass):
         self.timers(STEP_TIMER).stop()
         if not self.overflow:
             self._post_step({STEP_TIMER})
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    logger.info(line)
+
+
+def _moments(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {"m": state["exp_avg"], "v": state["exp_avg_sq"]}
+
+
+def _check_states(states: DenseStates) -> None:
+    """Raise if a kernel would write elsewhere.
+
+    Raises:
+        ValueError: masters or moments are not on the device, or are not float32 of the same size.
+    """
+    device = torch.device(get_accelerator().current_device_name())
+    for name, x in states._asdict().items():
+        if x.device.type != device.type or x.dtype != torch.float32 or x.shape != states.master.shape:
+            raise ValueError(
+                f"engine.step(): expected {name} of Adam as float32 {tuple(states.master.shape)} on {device}, got "
+                f"{x.dtype} {tuple(x.shape)} on {x.device}. No weight was changed. Call engine.reload_states() if you "
+                "have offloaded them; else load a checkpoint of this model."
+            )
 
 
 def _pieces(gradients: Iterable[Tensor], params: Iterable[Any]) -> Iterable[Piece]:

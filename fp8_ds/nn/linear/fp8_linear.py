@@ -382,7 +382,7 @@ def is_bf16_here(weight: Any) -> bool:
     payload = getattr(weight, "_fp8", None)
     if payload is None or payload.hp is not None:
         return True
-    return payload.data is None and hasattr(weight, "ds_id")
+    return payload.data is None and hasattr(weight, "ds_id") and weight.numel() > 0
 
 
 def full_shape(p: Any) -> torch.Size:

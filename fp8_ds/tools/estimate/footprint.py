@@ -277,7 +277,8 @@ def _footprint(model: nn.Module, run: Run) -> Footprint:
     num_embedding = sum(p.numel() + tokens * p.shape[1] for p in embeddings)
     num_graph = _num_graph(model, run)
     one_rank = setup.num_ranks == 1 and not is_stage3 and setup.grad_bytes == BF16
-    is_direct = one_rank and run.fp8 is not None and not setup.releases
+    is_one_pass = run.fp8 is not None and (setup.optimizer.states == "fp8" or run.fp8.has_fix("adam_step"))
+    is_direct = one_rank and is_one_pass and not setup.releases
     buffers = 0 if is_direct else states.buckets
     late = 0 if is_stage3 else buffers
     stays = is_direct or states.unreduced > 0  # gradients do, in the parameters
@@ -305,7 +306,7 @@ def _footprint(model: nn.Module, run: Run) -> Footprint:
 
     activations = count_activations(model, lambda model: _loss(model, run))
     in_backward = resident + activations.peak(gradients)
-    in_step = states.at_step + (0 if run.fp8 is not None else _dense_step(trainable, run))
+    in_step = states.at_step + (0 if is_one_pass else _dense_step(trainable, run))
     after_graph = gradients(trainable) + (0 if stays else BF16 * trainable) if is_whole else 0
     return Footprint(
         weights=parts.weights,

@@ -32,9 +32,9 @@ def number(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.tensor(value, dtype=dtype, device=DEVICE)
 
 
-@pytest.mark.parametrize("decoupled", [True, False])
-def test_the_kernel_equals_the_reference_to_a_few_ulps(decoupled: bool) -> None:
-    numbers = NUMBERS._replace(decoupled=decoupled)
+@pytest.mark.parametrize(("decoupled", "beta1"), [(True, 0.9), (False, 0.3), (True, 0.0)])
+def test_the_kernel_equals_the_reference_to_a_few_ulps(decoupled: bool, beta1: float) -> None:
+    numbers = NUMBERS._replace(decoupled=decoupled, betas=(beta1, 0.95), corrections=(1 - beta1**3, 1 - 0.95**3))
     (expected, starts, grads), (got, _, moved) = states("cpu"), states(DEVICE)
     launches: dict = {}
     for _ in range(2):
