@@ -176,8 +176,11 @@ def test_experts_that_are_too_small_have_the_bits_of_stock(ranks: Any, stage: in
     ours = ranks(2).run(trained, stage, block)[0]
     assert ours["report"]["num_layers_in_bf16"] == 12
     assert ours["losses"] == ranks(2).run(trained, stage, None)[0]["losses"]
-    some = {"linear": {"min_size": 1}}
-    assert ranks(2).run(trained, stage, some)[0]["report"]["num_layers_in_bf16"] == 0
+    tokens = training.MICRO_BATCH * (training.LENGTH + 1)  # each of which visits two experts
+    for added, num in ((0, 8), (1, 10)):
+        block = {"linear": {"min_size": 2 * tokens * INTER * SIZES["hidden_size"] + added}}
+        report = ranks(2).run(trained, stage, block, steps=1)[0]["report"]
+        assert report["num_layers_in_bf16"] == num  # the linears of attention, then the experts' `down_proj`, too
 
 
 @on_ranks(2)

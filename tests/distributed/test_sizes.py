@@ -171,6 +171,18 @@ def test_linears_and_fused_modules_have_the_bits_of_stock_bf16_where_none_gains(
 
 
 @on_ranks(2)
+def test_in_stage_3_linears_with_biases_are_deepspeeds_own_where_none_gains() -> None:
+    """Its own function of a linear rounds before the bias, as `F.linear` does not."""
+    fp8 = block_of("tensorwise", ALL, without_deepspeed_fixes=["adam_step"])
+    losses = []
+    for block in (fp8, None):
+        engine = training.build(training.ds_config(3, block), MODEL)
+        losses.append(training.train(engine, 3))
+        training.destroy(engine)
+    assert losses[0] == losses[1]
+
+
+@on_ranks(2)
 def test_a_fused_norm_serves_the_readers_that_gain() -> None:
     small = [f"model.model.layers.{i}.self_attn.{name}_proj" for i in range(2) for name in "kv"]
     by_size = llama({"linear": {"recipe": "delayed", "min_size": TOKENS * 64 * 16 + 1}})
