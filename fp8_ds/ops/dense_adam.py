@@ -119,6 +119,25 @@ class AdamNumbers(NamedTuple):
     decoupled: bool
 
 
+class DenseStep(NamedTuple):
+    """One step over flat tensors, which it updates in place.
+
+    Args:
+        starts: first element in the flat tensors of each gradient, ascending. What lies between them is padding, which
+            is zero and stays so.
+        grads: bf16 or float32, any shape, contiguous.
+        grad_scale: float32, 0-dim, factor of the gradients.
+        skip: int32, 0-dim; nothing happens unless it is 0.
+    """
+
+    states: DenseStates
+    starts: Sequence[int]
+    grads: Sequence[Tensor]
+    numbers: AdamNumbers
+    grad_scale: Tensor
+    skip: Tensor
+
+
 class DenseAdam:
     """Adam steps on the same flat tensors again and again; keeps addresses on the device."""
 
@@ -126,49 +145,25 @@ class DenseAdam:
         self._launches: dict[torch.dtype, _Launch] = {}
 
     @torch.no_grad()
-    def __call__(
-        self,
-        states: DenseStates,
-        starts: Sequence[int],
-        grads: Sequence[Tensor],
-        numbers: AdamNumbers,
-        grad_scale: Tensor,
-        skip: Tensor,
-    ) -> None:
-        """Update the flat tensors in place. The host waits for the device with the reference only.
-
-        Args:
-            starts: first element in the flat tensors of each gradient, ascending. What lies between them is padding,
-                which is zero and stays so.
-            grads: bf16 or float32, any shape, contiguous.
-            grad_scale: float32, 0-dim, factor of the gradients.
-            skip: int32, 0-dim; nothing happens unless it is 0.
-        """
-        kernel = HAS_TRITON and all(grad.is_cuda and grad.dtype in _GRAD_DTYPES for grad in grads)
-        if not kernel:
-            reference_step(states, starts, grads, numbers, grad_scale, skip)
-        elif grads:
-            with torch.cuda.device_of(grads[0]):  # Triton launches on the current device
-                kernel_step(states, starts, grads, numbers, grad_scale, skip, self._launches)
+    def __call__(self, step: DenseStep) -> None:
+        """Take a step. The host waits for the device with the reference only."""
+        if not HAS_TRITON or not all(grad.is_cuda and grad.dtype in _GRAD_DTYPES for grad in step.grads):
+            reference_step(step)
+        elif step.grads:
+            with torch.cuda.device_of(step.grads[0]):  # Triton launches on the current device
+                kernel_step(step, self._launches)
 
 
-def reference_step(
-    states: DenseStates,
-    starts: Sequence[int],
-    grads: Sequence[Tensor],
-    numbers: AdamNumbers,
-    grad_scale: Tensor,
-    skip: Tensor,
-) -> None:
+def reference_step(step: DenseStep) -> None:
     """`DenseAdam.__call__` by torch's operators."""
-    if int(skip):
+    if int(step.skip):
         return
-    lr, (beta1, beta2), eps, weight_decay, corrections, decoupled = numbers
-    master, m, v = states
+    lr, (beta1, beta2), eps, weight_decay, corrections, decoupled = step.numbers
+    master, m, v = step.states
     g = torch.zeros_like(master)
-    for start, grad in zip(starts, grads, strict=True):
+    for start, grad in zip(step.starts, step.grads, strict=True):
         g[start : start + grad.numel()] = grad.view(-1)
-    g *= grad_scale
+    g *= step.grad_scale
     if decoupled:
         master.mul_(1 - lr * weight_decay)
     elif weight_decay:
@@ -193,44 +188,37 @@ class _Launch:
         self.addresses = Addresses(len(rows), device)
 
 
-def kernel_step(
-    states: DenseStates,
-    starts: Sequence[int],
-    grads: Sequence[Tensor],
-    numbers: AdamNumbers,
-    grad_scale: Tensor,
-    skip: Tensor,
-    launches: dict[torch.dtype, _Launch],
-) -> None:
+def kernel_step(step: DenseStep, launches: dict[torch.dtype, _Launch]) -> None:
     """`DenseAdam.__call__` by the kernel; on CPU under the interpreter.
 
     Args:
         launches: tables that the last call with these dtypes left, by dtype.
     """
-    lr, (beta1, beta2), eps, weight_decay, corrections, decoupled = numbers
-    addresses = [x.data_ptr() for x in states]
-    for dtype in dict.fromkeys(grad.dtype for grad in grads):
-        chosen = [(start, g) for start, g in zip(starts, grads, strict=True) if g.dtype == dtype and g.numel()]
+    lr, (beta1, beta2), eps, weight_decay, corrections, decoupled = step.numbers
+    addresses = [x.data_ptr() for x in step.states]
+    for dtype in dict.fromkeys(grad.dtype for grad in step.grads):
+        gradients = zip(step.starts, step.grads, strict=True)
+        chosen = [(start, grad) for start, grad in gradients if grad.dtype == dtype and grad.numel()]
         rows = [(*(at + FP32_BYTES * start for at in addresses), grad.numel()) for start, grad in chosen]
         if not rows:
             continue
         launch = launches.get(dtype)
         if launch is None or launch.rows != rows:
-            launch = launches[dtype] = _Launch(rows, states.master.device)
+            launch = launches[dtype] = _Launch(rows, step.states.master.device)
         dense_adam_kernel[(len(launch.program_pieces),)](
             launch.table,
             launch.addresses.update([grad.data_ptr() for _, grad in chosen]),
             launch.program_pieces,
-            grad_scale,
-            skip,
+            step.grad_scale,
+            step.skip,
             1 - lr * weight_decay,
-            float(weight_decay),
+            weight_decay,
             1 - beta1,
             beta2,
             1 - beta2,
             lr / corrections[0],
             corrections[1] ** 0.5,
-            float(eps),
+            eps,
             GRAD=tl.bfloat16 if dtype == torch.bfloat16 else tl.float32,
             DECOUPLED=decoupled,
             BLOCK=BLOCK,

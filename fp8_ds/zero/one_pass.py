@@ -24,7 +24,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from fp8_ds.log import logger
 from fp8_ds.ops._register import HAS_TRITON
-from fp8_ds.ops.dense_adam import AdamNumbers, DenseAdam, DenseStates
+from fp8_ds.ops.dense_adam import AdamNumbers, DenseAdam, DenseStates, DenseStep
 from fp8_ds.ops.squares import SumOfSquares
 from fp8_ds.zero.norm import HyperparameterCheck, OverflowFlag, clip_factor, global_norm, overflow_flag
 
@@ -109,7 +109,7 @@ class OnePassAdam:
             starts, grads = [piece.start for piece in its_pieces], [piece.grad for piece in its_pieces]
             numbers = self._numbers(group, self._steps_of(master) + 1)
             update = self._launches.setdefault(id(master), DenseAdam())
-            update(states, starts, grads, numbers, scale, skip)
+            update(DenseStep(states, starts, grads, numbers, scale, skip))
         zero.overflow = self.flag.resolve(wait=True) if waits else False
         scale_before = zero.loss_scale
         zero._update_scale(zero.overflow)
@@ -179,14 +179,14 @@ class OnePass:
 
     @functools.cached_property
     def _fp8_squares(self) -> Any:
-        return _squares_on_cuda()
+        return _sum_of_squares()
 
     @functools.cached_property
     def _fp8_alike(self: Any) -> HyperparameterCheck:
         return HyperparameterCheck(None, self.dp_process_group)
 
     @property
-    def is_of_adam(self: Any) -> bool:
+    def _fp8_is_adam(self: Any) -> bool:
         return type(self.optimizer) in _ADAMS
 
     def _fp8_is_left_to_deepspeed(self, masters: Sequence[Tensor]) -> bool:
@@ -285,8 +285,8 @@ def _pieces(gradients: Iterable[Tensor], params: Iterable[Any]) -> Iterable[Piec
         yield Piece(start, grad.contiguous(), p)
 
 
-def _squares_on_cuda() -> Any:
-    """Return `SumOfSquares`, with DeepSpeed's own arithmetic for what its kernel does not take."""
+def _sum_of_squares() -> Any:
+    """Return `SumOfSquares` on CUDA; elsewhere DeepSpeed's own arithmetic, whose bits a run on CPU then has."""
     kernel = SumOfSquares()
 
     def squares(grads: Sequence[Tensor]) -> Tensor:

@@ -72,7 +72,7 @@ class Fp8ZeroStage12(Fp8AccessStage12):
     @property
     def _fp8_takes_gradients(self) -> bool:
         """Whether the step is our own, which takes gradients wherever they are."""
-        return isinstance(self, OnePassStage12) and self.is_of_adam
+        return isinstance(self, OnePassStage12) and self._fp8_is_adam
 
     def _fp8_has_one_rank(self: Any) -> bool:
         """Whether a reduced gradient is the gradient itself: no rank to sum with, no other dtype on the way."""

@@ -199,7 +199,7 @@ class Fp8Experts(nn.Module):
         return self._forward_in_fp8(hidden_states, top_k_index, top_k_weights)
 
     def _apply_gate(self, gate_up: Tensor) -> Tensor:
-        """What transformers' implementations ask a module for, beside its weights."""
+        """Apply the gate as the stock class does; transformers' implementations ask a module for it."""
         stock: Any = self.stock_class
         output: Tensor = stock._apply_gate(self, gate_up)
         return output

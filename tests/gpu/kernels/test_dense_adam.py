@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.kernels import DEVICE, KERNEL
 
-from fp8_ds.ops.dense_adam import BLOCK, SPAN, AdamNumbers, DenseStates, kernel_step, reference_step
+from fp8_ds.ops.dense_adam import BLOCK, SPAN, AdamNumbers, DenseStates, DenseStep, kernel_step, reference_step
 
 pytestmark = KERNEL
 
@@ -38,8 +38,8 @@ def test_the_kernel_equals_the_reference_to_a_few_ulps(decoupled: bool, beta1: f
     (expected, starts, grads), (got, _, moved) = states("cpu"), states(DEVICE)
     launches: dict = {}
     for _ in range(2):
-        reference_step(expected, starts, grads, numbers, torch.tensor(0.3), torch.tensor(0))
-        kernel_step(got, starts, moved, numbers, number(0.3), number(0, torch.int32), launches)
+        reference_step(DenseStep(expected, starts, grads, numbers, torch.tensor(0.3), torch.tensor(0)))
+        kernel_step(DenseStep(got, starts, moved, numbers, number(0.3), number(0, torch.int32)), launches)
     assert set(launches) == {torch.bfloat16, torch.float32}
     for name, a, b in zip(expected._fields, expected, got, strict=True):
         allowed = 2e-7 * float(a.abs().max())  # where terms cancel
@@ -51,10 +51,10 @@ def test_a_skipped_step_changes_nothing_and_states_may_move() -> None:
     got, starts, grads = states(DEVICE)
     before = [x.clone() for x in got]
     launches: dict = {}
-    kernel_step(got, starts, grads, NUMBERS, number(1.0), number(1, torch.int32), launches)
+    kernel_step(DenseStep(got, starts, grads, NUMBERS, number(1.0), number(1, torch.int32)), launches)
     assert all(map(torch.equal, got, before))
     moved = DenseStates(*(x.clone() for x in got))
-    kernel_step(moved, starts, grads, NUMBERS, number(1.0), number(0, torch.int32), launches)
+    kernel_step(DenseStep(moved, starts, grads, NUMBERS, number(1.0), number(0, torch.int32)), launches)
     assert all(map(torch.equal, got, before)) and not any(map(torch.equal, moved, before))
 
 
@@ -70,6 +70,6 @@ def test_many_steps_are_those_of_torch(kind: type, decoupled: bool) -> None:
         p.grad = torch.randn(BLOCK + 3)
         corrections = 1 - 0.9**step, 1 - 0.95**step
         numbers = AdamNumbers(1e-2, (0.9, 0.95), 1e-8, 0.1, corrections, decoupled)
-        kernel_step(got, [0], [p.grad.to(DEVICE)], numbers, number(1.0), number(0, torch.int32), launches)
+        kernel_step(DenseStep(got, [0], [p.grad.to(DEVICE)], numbers, number(1.0), number(0, torch.int32)), launches)
         optimizer.step()
     torch.testing.assert_close(got.master.cpu(), p.detach(), rtol=2e-6, atol=1e-6)
