@@ -151,8 +151,8 @@ def with_run(arm: Arm, seed: int, steps: int) -> Arm:
     if arm.fp8 is None:
         return arm
     fp8 = dict(arm.fp8)
-    if fp8["optimizer"]["states"] == "fp8":
-        fp8["optimizer"] = {**fp8["optimizer"], "seed": seed}
+    if arm.has_fp8_states:
+        fp8["optimizer"] = {**fp8.get("optimizer", {}), "seed": seed}
     if fp8.get("schedule", {}).get("bf16_last_fraction"):
         fp8["schedule"] = {"total_steps": steps, **fp8["schedule"]}
     return replace(arm, fp8=fp8)

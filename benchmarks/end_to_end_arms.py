@@ -133,7 +133,15 @@ class Arm:
     @property
     def releases(self) -> bool:
         """Gradients are freed in backward."""
-        return self.fp8 is not None and bool(self.fp8["optimizer"].get("release"))
+        return self.fp8 is not None and bool(self.fp8.get("optimizer", {}).get("release"))
+
+    @property
+    def has_fp8_states(self) -> bool:
+        """The block, or its preset, says so."""
+        if self.fp8 is None:
+            return False
+        by_preset = "fp8" if self.fp8["preset"] == "fast" else "fp32"
+        return self.fp8.get("optimizer", {}).get("states", by_preset) == "fp8"
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -145,12 +153,16 @@ NAMED = {
     "+schedule.bf16_last_fraction=0.03",
     "delayed-fp32": f"ours-fp32-{_FAST}+attention.backend=fa3+schedule.bf16_last_fraction=0.03",
     "torchao": "torchao-tensorwise-adamwfp8-compiled+fa3",
+    "auto": "preset-auto-compiled+linear.min_size=0+schedule.bf16_last_fraction=0.03",
+    "fallback": "preset-auto-compiled+linear.min_size=0",
 }
-"""Arms with a name of their own, which options may follow. "delayed-fp32" is the preset "auto" but for its guard."""
+"""Arms with a name of their own, which options may follow. "auto" and "fallback" are that preset with the number of
+steps known and not; all linears are in FP8, also where that does not pay, and memory does not decide about the end."""
 
 _NAME = re.compile(
     r"(?:(?P<plain>stock|torch)"
     rf"|torchao-(?P<recipe>{'|'.join(RECIPES)})(?P<low>-adamwfp8)?"
+    r"|preset-(?P<preset>auto|fast|precise|serve)"
     r"|ours-(?P<states>fp32|e4m19|e4m11)(?P<release>-release)?)"
     r"-(?P<mode>eager|compiled)"
 )
@@ -175,9 +187,10 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 """Of the fp8 block, by what they set."""
 GRAMMAR = (
     f"{', '.join(NAMED)}, "
-    "stock-MODE, torch-MODE, torchao-RECIPE[-adamwfp8]-MODE, ours-{fp32|e4m19|e4m11}[-release]-MODE; MODE is eager or "
-    "compiled; of ours with options: +RECIPE, +fused (activations.fused), +nonlinear (and activations.nonlinear fp8), "
-    "+liger (Liger's forward, and activations.cross_entropy_chunk_mem_const), +fast (linear.fast_accumulation all), "
+    "stock-MODE, torch-MODE, torchao-RECIPE[-adamwfp8]-MODE, preset-{auto|fast|precise|serve}-MODE, "
+    "ours-{fp32|e4m19|e4m11}[-release]-MODE; MODE is eager or compiled; of ours with options: +RECIPE, +fused "
+    "(activations.fused), +nonlinear (and activations.nonlinear fp8), +liger (Liger's forward, and "
+    "activations.cross_entropy_chunk_mem_const), +fast (linear.fast_accumulation all), "
     "+e4m3 (linear.grad_dtype), +kept=NAME (that, and in bf16 "
     f"the linears of KEPT: {', '.join(KEPT)}), any +section.key=JSON of the fp8 block; of DeepSpeed's: +cudagraphs "
     "(compiled with mode reduce-overhead), +nowait (timers.throughput.synchronized false, as ours always has it), "
@@ -203,6 +216,8 @@ def parse_arm(name: str, model: Model) -> Arm:
         arm = Arm(name, match["plain"], compiled)
     elif match["recipe"]:
         arm = Arm(name, "torchao", compiled, match["recipe"], "adamwfp8" if match["low"] else "adamw")
+    elif match["preset"]:
+        arm = Arm(name, "ours", compiled, fp8={"enabled": True, "preset": match["preset"]})
     else:
         arm = Arm(name, "ours", compiled, fp8=_block(match["states"], bool(match["release"])))
     for option in options:
@@ -243,12 +258,12 @@ def _block(states: str, release: bool) -> dict[str, Any]:
 
 def _set_option(block: dict[str, Any], key: str, value: str, name: str) -> None:
     if key in RECIPES:
-        block["linear"]["recipe"] = key
+        block.setdefault("linear", {})["recipe"] = key
     elif key in OPTIONS and not value:
         for section, values in OPTIONS[key].items():
             block.setdefault(section, {}).update(values)
     elif key == "kept" and value in KEPT:
-        block["linear"] |= {"grad_dtype": "e4m3", "filter_fqns": ["lm_head", *KEPT[value]]}
+        block.setdefault("linear", {}).update(grad_dtype="e4m3", filter_fqns=["lm_head", *KEPT[value]])
     elif "." in key and value:
         section, _, leaf = key.partition(".")
         try:
