@@ -54,7 +54,8 @@ LIMIT = 400.0
 
 
 class Sizes(NamedTuple):
-    """What goes with a width; 8,192 tokens a step. `gib`: more than any run of it takes on a GPU."""
+    """What goes with a width; 8,192 tokens a step. `gib`: more than any run of it takes on a GPU. `lr`: at the end of
+    its warm-up; at 3e-4 the loss of two layers of width 8192 rises again, and chance decides where it ends."""
 
     layers: int
     ffn: int
@@ -62,6 +63,7 @@ class Sizes(NamedTuple):
     seq: int
     micro_batch: int
     gib: int
+    lr: float = 3e-4
 
 
 WIDTHS = {
@@ -69,7 +71,7 @@ WIDTHS = {
     1024: Sizes(8, 2816, 64, 1024, 8, 12),
     2048: Sizes(6, 5632, 128, 2048, 4, 18),
     4096: Sizes(6, 14336, 128, 4096, 2, 50),
-    8192: Sizes(2, 28672, 128, 4096, 2, 50),
+    8192: Sizes(2, 28672, 128, 4096, 2, 50, 1e-4),
 }
 TINY = 64, Sizes(2, 128, 16, 32, 2, 1)
 SETTINGS: dict[str, dict[str, Any] | None] = {
@@ -188,18 +190,18 @@ def model_config(model: str, width: int, sizes: Sizes, vocab: int) -> dict[str, 
     return config
 
 
-def ds_config(run: Run, micro_batch: int) -> dict[str, Any]:
+def ds_config(run: Run, sizes: Sizes) -> dict[str, Any]:
     """DeepSpeed's configuration, its defaults where a user need not write anything."""
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": micro_batch,
+        "train_micro_batch_size_per_gpu": sizes.micro_batch,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "optimizer": {"type": "AdamW", "params": {"lr": sizes.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
         "scheduler": {
             "type": "WarmupDecayLR",
             "params": {
                 "warmup_min_lr": 0.0,
-                "warmup_max_lr": 3e-4,
+                "warmup_max_lr": sizes.lr,
                 "warmup_num_steps": 10,
                 "warmup_type": "linear",
                 "total_num_steps": STEPS,
@@ -217,7 +219,7 @@ def make_spec(run: Run, text: Path) -> dict[str, Any]:
     """All that a run's process needs to know."""
     on_cuda = uses_cuda()
     width, sizes = (run.width, WIDTHS[run.width]) if on_cuda else TINY
-    config = ds_config(run, sizes.micro_batch)
+    config = ds_config(run, sizes)
     if not on_cuda:
         config["optimizer"]["params"]["torch_adam"] = True
     compiled_bf16 = run.mode == "compiled" and not run.is_ours

@@ -44,7 +44,7 @@ REMOVED = {
     "fp8.tensor_parallel.reduce_scatter": "Remove the key: sums over ranks travel in bf16, which was faster on NVLink",
     "fp8.tensor_parallel.scales": "Remove the key: each rank scales its shard by its own amax",
     "fp8.guard.saturation": f"Remove the key: the limit is 0.01. {_LISTENER}",
-    "fp8.guard.underflow": f"Remove the key: the limit is 0.2. {_LISTENER}",
+    "fp8.guard.underflow": f"Remove the key: the limit is 0.2, of inputs and weights. {_LISTENER}",
     "fp8.guard.return_after": (
         "Remove the key: a layer that the guard has sent to bf16 stays there until "
         'engine.set_layer_precision(name, "schedule")'

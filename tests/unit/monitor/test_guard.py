@@ -44,6 +44,11 @@ def test_a_share_above_its_limit_is_a_problem(one: TensorStatistics, text: str) 
     assert found == ({"a": text} if text else {})
 
 
+def test_small_elements_of_a_gradient_are_no_problem_and_those_beyond_its_scale_are() -> None:
+    found = problems({"a": {"grad_output": tensor(underflow=0.93)}, "b": {"grad_output": tensor(0.02, 0.93)}})
+    assert found == {"b": "saturation of grad_output 0.02 above 0.01"}
+
+
 def test_a_layer_is_named_when_it_begins_to_misbehave_and_again_after_it_had_stopped_or_was_loaded() -> None:
     said: list[str] = []
     watch = guard("report", said, [], others={"z": ("text", True)})
