@@ -168,12 +168,20 @@ def step_of(engine: Any, cell: Cell, step: int) -> dict[str, Any]:
 
 
 def observe(
-    cell: Cell, fused: bool, is_compiled: bool, folder: str, states: list[Any], first: int = 0, **shape: Any
+    cell: Cell,
+    fused: bool,
+    is_compiled: bool,
+    folder: str,
+    states: list[Any],
+    first: int = 0,
+    only_mlps: bool = False,
+    **shape: Any,
 ) -> list[dict[str, Any]]:
     """What `step_of` sees in each step of an engine; the first one of a cell writes `folder` and `states`.
 
     Args:
         first: step to begin with.
+        only_mlps: compile the layers' MLPs, one by one, and not what is around them.
         shape: fields of the model's configuration that differ from those of `MODELS`.
     """
 
@@ -197,10 +205,16 @@ def observe(
             different = [name for name, value in states[step].items() if not torch.equal(state[name], value)]
             assert not different, f"step {step}: expected the saved state, but {different} differ"
         # A resumed run has loaded before it compiles; the others had no scales yet.
-        if is_compiled and not engine.module._compiled_call_impl:
+        parts = [layer.mlp for layer in engine.module.model.layers] if only_mlps else [engine.module]
+        if is_compiled and not parts[0]._compiled_call_impl:
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
-            engine.compile(compile_kwargs={} if cell.mode == "compile" else {"mode": cell.mode})
+            how = {} if cell.mode == "compile" else {"mode": cell.mode}
+            if only_mlps:
+                for mlp in parts:
+                    mlp.compile(**how)
+            else:
+                engine.compile(compile_kwargs=how)
         seen.append(step_of(engine, cell, step))
     assert not is_compiled or torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     training.destroy(engine)
@@ -272,27 +286,27 @@ def jump(losses: list[float]) -> float:
     return max(after / before for before, after in itertools.pairwise(losses))
 
 
-def compare(cell: Cell, only_fused: bool = False) -> tuple[list[float], dict[str, dict[str, Worst]]]:
+def compare(cell: Cell, only_mlp: bool = False) -> tuple[list[float], dict[str, dict[str, Worst]]]:
     """Losses of eager, and how far engines of the cell are from eager ones, or a fused eager one from the other.
 
     Args:
-        only_fused: compare fused ones of a single layer alone, from the second step on: the first, which has no scales
-            yet, has graphs of its own.
+        only_mlp: compare fused ones of a single layer alone, of which its MLP is compiled, from the second step on:
+            the first, which has no scales yet, has graphs of its own.
     """
     states: list[Any] = []
     result: dict[str, dict[str, Worst]] = {}
     in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with graphs_made_anew(), tempfile.TemporaryDirectory(dir=in_memory) as folder:
-        shape = {"num_hidden_layers": 1} if only_fused else {}
-        eager = observe(cell, only_fused, False, folder, states, **shape)
+        shape = {"num_hidden_layers": 1} if only_mlp else {}
+        eager = observe(cell, only_mlp, False, folder, states, **shape)
         fused = eager
-        if not only_fused:
+        if not only_mlp:
             result["compiled"] = differences(eager, observe(cell, False, True, folder, states))
-        if not only_fused and cell.model in FUSIBLE:
+        if not only_mlp and cell.model in FUSIBLE:
             fused = observe(cell, True, False, folder, states)
             result["eager, fused"] = differences(eager, fused)
         if cell.model in FUSIBLE:
-            first = int(only_fused)
-            seen = observe(cell, True, True, folder, states, first, **shape)
+            first = int(only_mlp)
+            seen = observe(cell, True, True, folder, states, first, only_mlp, **shape)
             result["compiled, fused"] = differences(fused[first:], seen)
     return [seen["losses"][-1] for seen in eager], result

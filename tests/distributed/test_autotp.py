@@ -187,7 +187,7 @@ def trained(stage: int, fp8: dict[str, Any] | None, tp_size: int, num_steps: int
     ("world_size", "stage", "block", "by_call"),
     [
         (4, 1, {}, False),
-        (2, 2, {}, True),
+        pytest.param(2, 2, {}, True, marks=pytest.mark.slow),
         (2, 2, {"preset": "auto"}, True),
         (2, 2, {"linear": {"recipe": "rowwise", "filter_fqns": []}, "activations": {"fused": True}}, False),
         (
@@ -196,7 +196,7 @@ def trained(stage: int, fp8: dict[str, Any] | None, tp_size: int, num_steps: int
             {"linear": {"recipe": "delayed", "filter_fqns": ["v_proj"]}, "tensor_parallel": {"gather": "bf16"}},
             False,
         ),
-        (2, 2, {"linear": {"recipe": "blockwise", "backend": "reference"}}, False),
+        pytest.param(2, 2, {"linear": {"recipe": "blockwise", "backend": "reference"}}, False, marks=pytest.mark.slow),
         (2, 2, {"optimizer": {"states": "fp8", "master": "e4m11"}}, False),
     ],
     ids=["two by two", "tp_model_init", "preset", "rowwise-fused-head", "delayed", "blockwise", "fp8 states"],
@@ -217,7 +217,7 @@ def test_ranks_train_with_stocks_gradient_norm_and_gather_bytes_of_their_shards(
 # --- checkpoints ---
 
 
-@pytest.mark.parametrize(("stage", "states"), [(1, "fp32"), (2, "fp8")])
+@pytest.mark.parametrize(("stage", "states"), [pytest.param(1, "fp32", marks=pytest.mark.slow), (2, "fp8")])
 @on_ranks(4)
 def test_a_checkpoint_resumes_to_the_bit(folder: str, stage: int, states: str) -> None:
     block = {"optimizer": {"states": states}}

@@ -164,14 +164,16 @@ KEPT_GATHERED = {"zero_optimization": {"stage3_param_persistence_threshold": 100
 @pytest.mark.parametrize(
     ("stage", "fp8", "more"),
     [
-        pytest.param(1, DELAYED, {}, id="1-delayed"),
-        pytest.param(2, {}, {}, id="2-default"),
+        pytest.param(1, DELAYED, {}, id="1-delayed", marks=pytest.mark.slow),
+        pytest.param(2, {}, {}, id="2-default", marks=pytest.mark.slow),
         pytest.param(3, DELAYED, {}, id="3-delayed"),
         pytest.param(1, E4M19, {}, id="1-e4m19"),
         pytest.param(2, {**E4M19, **DELAYED}, {"scheduler": training.ONE_CYCLE}, id="2-e4m19-amid-a-cycle-of-betas"),
-        pytest.param(3, E4M11, {}, id="3-e4m11"),
+        pytest.param(3, E4M11, {}, id="3-e4m11", marks=pytest.mark.slow),
         pytest.param(3, E4M11, {"looks": False, **KEPT_GATHERED}, id="3-e4m11-kept-gathered"),
-        pytest.param(2, E4M11, {"num_steps": 0, "looks": False}, id="2-e4m11-before-the-first-step"),
+        pytest.param(
+            2, E4M11, {"num_steps": 0, "looks": False}, id="2-e4m11-before-the-first-step", marks=pytest.mark.slow
+        ),
         pytest.param(3, E4M19, {"num_steps": 0, "looks": False}, id="3-e4m19-before-the-first-step"),
     ],
 )
@@ -181,7 +183,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
     ranks(2).run(resume, str(tmp_path), stage, fp8, **more)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 @on_ranks(2)
 def test_a_skipped_step_that_the_host_has_not_heard_of_is_in_the_checkpoint(folder: str, stage: int) -> None:
     """Step 2 overflows, which the host would learn in step 3: a save lies between."""
@@ -357,7 +359,9 @@ def optimizer_file(folder: Path | str, rank: int) -> dict[str, Any]:
     return dict(torch.load(path, weights_only=False)["optimizer_state_dict"])
 
 
-@pytest.mark.parametrize(("stage", "fp8"), [(1, {}), (3, {}), (2, E4M19), (3, E4M11)], ids=str)
+@pytest.mark.parametrize(
+    ("stage", "fp8"), [(1, {}), pytest.param(3, {}, marks=pytest.mark.slow), (2, E4M19), (3, E4M11)], ids=str
+)
 def test_files_are_in_the_form_of_stock_and_every_export_is_bf16_of_the_masters(
     ranks: Any, tmp_path: Path, stage: int, fp8: dict[str, Any]
 ) -> None:

@@ -288,9 +288,14 @@ def test_leaves_of_zero_3_change_no_bit(ranks: Any) -> None:
 
 
 def run_of_layers(
-    zero: dict[str, Any], first_compiled: int, fp8: dict[str, Any], stance: str = "default", **options: Any
+    zero: dict[str, Any],
+    first_compiled: int,
+    fp8: dict[str, Any],
+    stance: str = "default",
+    num_layers: int = 2,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Train a Llama of two layers, whose weights ZeRO-3 releases at once, and compile it twice before a step.
+    """Train a Llama of few layers, whose weights ZeRO-3 releases at once, and compile it twice before a step.
 
     Args:
         stance: "force_eager": what is compiled runs in eager, without graphs.
@@ -300,7 +305,7 @@ def run_of_layers(
 
     losses, left = [], []
     with observed() as events, torch.compiler.set_stance(stance):
-        engine = build(3, fp8, {"stage3_max_reuse_distance": 0} | zero, 2, **options)
+        engine = build(3, fp8, {"stage3_max_reuse_distance": 0} | zero, num_layers, **options)
         for step in range(NUM_STEPS):
             for _ in range(2 * (step == first_compiled)):
                 engine.compile(backend="aot_eager")
@@ -332,14 +337,18 @@ def test_compile_makes_decoder_layers_leaves_as_leaf_module_in_the_configuration
 ) -> None:
     """Before the first step, and when DeepSpeed has recorded its trace and released by it.
 
-    Without leaves there are so many graphs that, of the cases that run by default, the one without runs in eager.
+    Without leaves there are so many graphs that, of the cases that run by default, the one without runs in eager; and
+    those have a single layer.
     """
     pytest.importorskip("transformers")
 
-    def run(stance: str = "default", **zero: Any) -> list[dict[str, Any]]:
-        return ranks(num_ranks).run(run_of_layers, zero, first_compiled, fp8, stance, checkpointing=checkpointing)
+    num_layers = 1 if num_ranks == 1 else 2
 
-    a_layer, layers = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160 + 2 * 64, ["LlamaDecoderLayer"] * 2
+    def run(stance: str = "default", **zero: Any) -> list[dict[str, Any]]:
+        given = (zero, first_compiled, fp8, stance, num_layers)
+        return ranks(num_ranks).run(run_of_layers, *given, checkpointing=checkpointing)
+
+    a_layer, layers = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160 + 2 * 64, ["LlamaDecoderLayer"] * num_layers
     stance = "force_eager" if num_ranks == 1 else "default"
     for made, named, none in zip(run(), run(**LEAF), run(stance, leaf_module={"classes": []}), strict=True):
         assert made["losses"] == named["losses"] == none["losses"]
@@ -409,13 +418,13 @@ ON_CPU = [
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ for the CPU")
 @pytest.mark.parametrize(
-    ("cell", "only_fused"),
-    [pytest.param(cells.FIRST, True, id=f"{cells.FIRST}, fused")]
-    + [pytest.param(cell, False, id=str(cell), marks=pytest.mark.slow) for cell in ON_CPU],
+    ("cell", "only_mlp"),
+    [pytest.param(cells.FIRST, True, id=f"{cells.FIRST}, fused MLP")]
+    + [pytest.param(cell, False, id=str(cell), marks=pytest.mark.slow) for cell in (cells.FIRST, *ON_CPU)],
 )
-def test_inductor_trains_as_eager(ranks: Any, cell: cells.Cell, only_fused: bool) -> None:
+def test_inductor_trains_as_eager(ranks: Any, cell: cells.Cell, only_mlp: bool) -> None:
     """Cells of tests/gpu/test_compiled_equals_eager.py."""
     pytest.importorskip("transformers")
-    ((losses, result),) = ranks(1).run(cells.compare, cell, only_fused)
+    ((losses, result),) = ranks(1).run(cells.compare, cell, only_mlp)
     assert cells.exceeded(result) == [], result
     assert cells.jump(losses) >= cells.JUMP, losses

@@ -144,10 +144,12 @@ STATES = {"optimizer": {"states": "fp8", "master": "e4m11", "release": True}}
 @pytest.mark.parametrize(
     ("num_ranks", "stage", "fp8", "tied"),
     [
-        (2, 2, {}, False),
+        pytest.param(2, 2, {}, False, marks=pytest.mark.slow),
         (2, 3, {}, True),
         (1, 1, STATES, False),
-        (2, 3, {"linear": {"recipe": "rowwise"}, "activations": {"fused": True}}, False),
+        pytest.param(
+            2, 3, {"linear": {"recipe": "rowwise"}, "activations": {"fused": True}}, False, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )

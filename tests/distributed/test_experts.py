@@ -129,7 +129,7 @@ def test_a_model_made_in_shards_and_gathered_by_layers_trains_alike(ranks: Any) 
     assert made["losses"] == pytest.approx(whole["losses"], abs=0.01)  # from bf16 weights
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 @on_ranks(2)
 def test_experts_are_gathered_in_one_byte_a_weight(stage: int) -> None:
     engine = build(stage, {})
@@ -170,7 +170,7 @@ def test_in_bf16_it_is_stock_but_for_the_order_of_sums_and_comes_back(ranks: Any
     assert ranks(2).run(trained, stage, one)[0]["report"]["num_layers_in_bf16"] == 1
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_experts_that_are_too_small_have_the_bits_of_stock(ranks: Any, stage: int) -> None:
     block = {"linear": {"min_size": 1 << 40}, "without_deepspeed_fixes": ["adam_step"]}
     ours = ranks(2).run(trained, stage, block)[0]
@@ -214,7 +214,7 @@ def to_ours_and_back(stage: int, folder: str) -> list[dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_checkpoints_go_to_stock_and_back(ranks: Any, tmp_path: Path, stage: int) -> None:
     stock, ours, ours_later, back = ranks(2).run(to_ours_and_back, stage, str(tmp_path))[0]
     for name, master in stock.items():

@@ -131,7 +131,7 @@ def resumes(folder: str, stage: int, fp8: dict[str, Any]) -> list[float]:
     ("stage", "fp8", "moment", "victim"),
     [
         (3, RELEASE, "backward", 2),
-        (1, STATES, "save", 1),
+        pytest.param(1, STATES, "save", 1, marks=pytest.mark.slow),
         (2, {}, "load", 1),
     ],
     ids=["3-release-backward", "1-states-save", "2-load"],

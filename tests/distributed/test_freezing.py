@@ -50,7 +50,10 @@ def saved_and_loaded(folder: str, stage: int, fp8: dict[str, Any]) -> None:
     training.destroy(second)
 
 
-@pytest.mark.parametrize(("stage", "fp8"), [(1, {}), (2, SPLIT), (3, {}), (3, SPLIT)])
+@pytest.mark.parametrize(
+    ("stage", "fp8"),
+    [pytest.param(1, {}, marks=pytest.mark.slow), (2, SPLIT), (3, {}), pytest.param(3, SPLIT, marks=pytest.mark.slow)],
+)
 def test_a_checkpoint_has_the_weights_that_were_frozen_in_the_middle(
     ranks: Any, tmp_path: Path, stage: int, fp8: dict[str, Any]
 ) -> None:

@@ -133,7 +133,12 @@ def sent(folder: str, stage: int, more: dict[str, Any], by: str) -> dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("stage", "more", "by"), [(1, {"optimizer": {"states": "fp8"}}, "stay"), (2, {}, "guard"), (3, {}, "listener")]
+    ("stage", "more", "by"),
+    [
+        pytest.param(1, {"optimizer": {"states": "fp8"}}, "stay", marks=pytest.mark.slow),
+        (2, {}, "guard"),
+        (3, {}, "listener"),
+    ],
 )
 def test_guard_and_listener_send_a_layer_and_back_bit_for_bit_as_calls_do(
     ranks: Any, tmp_path: Path, stage: int, more: dict[str, Any], by: str

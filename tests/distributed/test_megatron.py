@@ -91,7 +91,15 @@ def gradients_of(ranks: Ranks) -> Callable[[Layout], list[dict[str, Any]]]:
     return of
 
 
-@pytest.mark.parametrize("name", ["dp2_distributed_optimizer", "tp2", "tp2_sp_bf16_distributed_optimizer", "pp2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("dp2_distributed_optimizer", marks=pytest.mark.slow),
+        pytest.param("tp2", marks=pytest.mark.slow),
+        "tp2_sp_bf16_distributed_optimizer",
+        "pp2",
+    ],
+)
 def test_losses_follow_megatrons_own_layers(ranks: Ranks, name: str) -> None:
     layout = LAYOUTS[name]
     other = dataclasses.replace(of_stock(layout), sp=False, distributed_optimizer=False)
@@ -121,9 +129,11 @@ OWN_FIELDS = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
     ("layout", "other", "least_db", "num_products"),
     [
         pytest.param(Layout(), None, 15, 3 * NUM_LINEARS, id="dp2"),
-        pytest.param(Layout(tp=2), None, 15, 3 * NUM_LINEARS, id="tp2"),
+        pytest.param(Layout(tp=2), None, 15, 3 * NUM_LINEARS, id="tp2", marks=pytest.mark.slow),
         pytest.param(TP2_SP, None, 15, 3 * NUM_LINEARS, id="tp2-sp"),
-        pytest.param(Layout(tp=2, sp=True, recipe="rowwise"), None, 15, 3 * NUM_LINEARS, id="rowwise"),
+        pytest.param(
+            Layout(tp=2, sp=True, recipe="rowwise"), None, 15, 3 * NUM_LINEARS, id="rowwise", marks=pytest.mark.slow
+        ),
         pytest.param(
             Layout(tp=2, sp=True, recipe="blockwise", fp8_format="e4m3"), None, 15, 3 * NUM_LINEARS, id="blockwise"
         ),
@@ -135,7 +145,9 @@ OWN_FIELDS = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
             id="rowwise_with_gw_hp",
         ),
         pytest.param(Layout(config=FIRST_LAST), None, 15, 3 * NUM_LINEARS // 2, id="first-and-last-layers-bf16"),
-        pytest.param(Layout(config=MOE), None, 8, 3 * (2 + 2 * 4) * mt.NUM_LAYERS, id="experts"),
+        pytest.param(
+            Layout(config=MOE), None, 8, 3 * (2 + 2 * 4) * mt.NUM_LAYERS, id="experts", marks=pytest.mark.slow
+        ),
         pytest.param(
             Layout(config=MOE, tp=2, sp=True, ep=2), None, 8, 3 * (2 + 2 * 2) * mt.NUM_LAYERS, id="experts-ep2"
         ),
@@ -310,7 +322,12 @@ def trained(layout: Layout, always: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(distributed_optimizer=True, overlap=True, bf16=True), Layout(tp=2, sp=True, bf16=True)], ids=str
+    "layout",
+    [
+        Layout(distributed_optimizer=True, overlap=True, bf16=True),
+        pytest.param(Layout(tp=2, sp=True, bf16=True), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_bytes_kept_for_a_step_give_the_bits_of_a_cast_at_every_read(ranks: Ranks, layout: Layout) -> None:
     kept, always = (ranks(2).run(trained, layout, flag) for flag in (False, True))

@@ -69,9 +69,9 @@ def allowed(ranks: Any, world_size: int) -> float:
     ("layout", "master"),
     [
         pytest.param(replace(bf16(True), recipe="tensorwise"), SPLIT, id="fp8-linears"),
-        pytest.param(bf16(True), "e4m19", id="fp8-weights"),
+        pytest.param(bf16(True), "e4m19", id="fp8-weights", marks=pytest.mark.slow),
         pytest.param(bf16(True, tp=2, sp=True), "e4m19", id="tp2-sp-fp8-weights"),
-        pytest.param(bf16(True, pp=2), "e4m19", id="pp2-fp8-weights"),
+        pytest.param(bf16(True, pp=2), "e4m19", id="pp2-fp8-weights", marks=pytest.mark.slow),
         pytest.param(bf16(False, pp=2, tied=True), SPLIT, id="pp2-tied", marks=pytest.mark.slow),
         pytest.param(bf16(True, overlap=True), SPLIT, id="overlap", marks=pytest.mark.slow),
         pytest.param(bf16(True, config={"num_moe_experts": 2}, ep=2), SPLIT, id="experts", marks=pytest.mark.slow),
@@ -235,7 +235,10 @@ def memory_of(master: str | None) -> dict[str, float]:
         }
 
 
-@pytest.mark.parametrize(("master", "least", "most"), [(SPLIT, 5.06, 5.4), ("e4m11", 4.07, 4.52), (None, 13.9, 19.0)])
+@pytest.mark.parametrize(
+    ("master", "least", "most"),
+    [pytest.param(SPLIT, 5.06, 5.4, marks=pytest.mark.slow), ("e4m11", 4.07, 4.52), (None, 13.9, 19.0)],
+)
 def test_bytes_per_parameter(ranks: Any, master: str | None, least: float, most: float) -> None:
     """bf16_8: 2 + 1 + 2.0625, groups that are not full, masks and tables. No bf16 weight is beside e4m11."""
     found = ranks(1).run(memory_of, master)[0]
@@ -362,10 +365,10 @@ def load_and_go_on(distributed: bool, form: str, folder: str, master: str | None
     ("distributed", "form", "master"),
     [
         (True, "dp_reshardable", SPLIT),
-        (True, "fully_reshardable_gloo", SPLIT),
+        pytest.param(True, "fully_reshardable_gloo", SPLIT, marks=pytest.mark.slow),
         (False, "dp_reshardable", SPLIT),
         (True, "fully_reshardable", "e4m19"),
-        (True, "dp_zero_gather_scatter", "e4m11"),
+        pytest.param(True, "dp_zero_gather_scatter", "e4m11", marks=pytest.mark.slow),
         (True, "legacy", "e4m11"),
     ],
 )
@@ -402,7 +405,7 @@ def test_another_number_of_ranks_loads_the_same_states(
 @pytest.mark.parametrize(
     ("form", "distributed", "source", "target"),
     [
-        ("fully_reshardable", True, None, SPLIT),
+        pytest.param("fully_reshardable", True, None, SPLIT, marks=pytest.mark.slow),
         ("fully_reshardable", True, "e4m19", SPLIT),
         ("dp_reshardable", False, SPLIT, None),
         ("legacy", False, None, SPLIT),

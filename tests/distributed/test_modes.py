@@ -94,7 +94,7 @@ def with_adapters(fp8: dict[str, Any] | None) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fp8", "dtype"),
     [
-        ({}, torch.float32),
+        pytest.param({}, torch.float32, marks=pytest.mark.slow),
         ({"linear": {"frozen": "fp8", "filter_fqns": ["lora_"]}, "optimizer": {"states": "fp8"}}, torch.bfloat16),
     ],
 )
@@ -141,7 +141,11 @@ STATES = {"optimizer": {"states": "fp8", "release": True, "release_clipping": "d
 
 @pytest.mark.parametrize(
     ("stage", "fp8"),
-    [(2, {"linear": {"recipe": "delayed"}}), (2, STATES), (3, {"optimizer": {"states": "fp8"}})],
+    [
+        pytest.param(2, {"linear": {"recipe": "delayed"}}, marks=pytest.mark.slow),
+        (2, STATES),
+        (3, {"optimizer": {"states": "fp8"}}),
+    ],
 )
 @on_ranks(1)
 def test_torchs_default_dtype_changes_no_bit(stage: int, fp8: dict[str, Any]) -> None:
@@ -193,7 +197,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str, bool]] = {
         (2, {}, ("reentrant", "overlap", "round robin", "offload")),
         (3, {}, ("reentrant", "non-reentrant", "overlap", "persistent", "offload")),
         (2, E4M11, ("offload",)),
-        (3, E4M11, ("offload", "persistent")),
+        pytest.param(3, E4M11, ("offload", "persistent"), marks=pytest.mark.slow),
     ],
 )
 @on_ranks(2)

@@ -36,7 +36,7 @@ def run(stage: int, fp8: dict[str, Any], model: dict[str, Any]) -> dict[str, Any
 @pytest.mark.parametrize(
     ("stage", "fp8", "model"),
     [
-        (1, STATES | {"linear": {"recipe": "delayed"}}, {}),
+        pytest.param(1, STATES | {"linear": {"recipe": "delayed"}}, {}, marks=pytest.mark.slow),
         (3, {"linear": {"recipe": "rowwise"}}, {"checkpointing": "reentrant"}),
     ],
 )

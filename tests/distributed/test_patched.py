@@ -143,7 +143,7 @@ def test_a_float32_input_is_refused_as_in_stock_and_cast_by_autocast(ranks: Any)
     assert found == pytest.approx(stock, abs=2e-2)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_modules_compiled_before_train_as_eager_ones(ranks: Any, stage: int) -> None:
     eager, in_place, compiled = (
         ranks(2).run(trained, stage, {}, what) for what in ("nothing", "compiled in place", "compiled")

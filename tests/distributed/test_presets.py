@@ -108,7 +108,7 @@ def resumed(
     return losses, found, told, nums
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_checkpoint_without_a_preset_goes_on_as_it_was_trained(ranks: Any, tmp_path: Path, stage: int) -> None:
     folder = str(tmp_path)
     straight = ranks(2).run(trained, stage, PLAIN, 5, {})[0][0]

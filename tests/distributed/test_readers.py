@@ -133,7 +133,10 @@ GRADIENT = torch.tensor([1.0, -0.5]).repeat(32)
 """Of one row."""
 
 
-@pytest.mark.parametrize(("stage", "fp8"), [(1, {}), (2, SPLIT), (3, {}), (3, SPLIT)])
+@pytest.mark.parametrize(
+    ("stage", "fp8"),
+    [pytest.param(1, {}, marks=pytest.mark.slow), (2, SPLIT), (3, {}), pytest.param(3, SPLIT, marks=pytest.mark.slow)],
+)
 def test_safe_functions_see_and_set_masters_gradients_and_states(ranks: Any, stage: int, fp8: dict[str, Any]) -> None:
     from fp8_ds.testing import sqnr_db
 
@@ -170,7 +173,7 @@ def external(stage: int, fp8: dict[str, Any] | None) -> dict[str, Any]:
     return {"losses": losses, "grads": grads}
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_weight_used_by_another_module_has_its_true_value_and_gradient(ranks: Any, stage: int) -> None:
     from fp8_ds.testing import sqnr_db
 
@@ -181,7 +184,7 @@ def test_weight_used_by_another_module_has_its_true_value_and_gradient(ranks: An
     assert ours["losses"][-1] < 0.9 * ours["losses"][0]
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 @on_ranks(2)
 def test_evaluation_has_the_loss_of_training_and_leaves_no_trace(stage: int) -> None:
     batch, found = training.micro_batches(77, 1)[0], []

@@ -54,7 +54,7 @@ def run(stage: int, accumulation: int, num_steps: int, fp8: dict[str, Any], mode
     [
         (2, {"recipe": "rowwise"}),
         (3, {"recipe": "blockwise"}),
-        (2, {"recipe": "delayed", "weight_scales": "power_of_two"}),
+        pytest.param(2, {"recipe": "delayed", "weight_scales": "power_of_two"}, marks=pytest.mark.slow),
         (3, {"recipe": "rowwise", "weight_scales": "power_of_two"}),
     ],
     ids=["rows", "blocks", "powers of two", "powers of two of rows"],

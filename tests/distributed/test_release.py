@@ -160,7 +160,12 @@ def backward_peaks(stage: int, overlap: bool, num_bytes: int) -> list[tuple[floa
 
 @pytest.mark.parametrize(
     ("stage", "world_size", "overlap", "num_bytes"),
-    [(1, 1, False, 1 << 20), (2, 2, True, 1 << 19), (3, 2, True, 1 << 19), (3, 2, False, 1 << 20)],
+    [
+        (1, 1, False, 1 << 20),
+        (2, 2, True, 1 << 19),
+        pytest.param(3, 2, True, 1 << 19, marks=pytest.mark.slow),
+        (3, 2, False, 1 << 20),
+    ],
 )
 def test_gradients_in_the_backward_stay_within_their_buckets_and_one_gradient(
     ranks: Any, stage: int, world_size: int, overlap: bool, num_bytes: int
@@ -284,7 +289,8 @@ def test_a_bucket_with_a_gradient_that_is_not_finite_is_skipped_alone_on_all_ran
 
 
 @pytest.mark.parametrize(
-    ("stage", "clipping", "recipe"), [(1, 1.0, "delayed"), (2, 0.25, "tensorwise"), (3, 0.0, "delayed")]
+    ("stage", "clipping", "recipe"),
+    [(1, 1.0, "delayed"), pytest.param(2, 0.25, "tensorwise", marks=pytest.mark.slow), (3, 0.0, "delayed")],
 )
 @on_ranks(2)
 def test_a_load_between_a_backward_and_its_step_and_a_resume_change_no_bit(

@@ -117,7 +117,9 @@ def test_a_switch_makes_no_jump_in_the_loss_and_the_way_back_is_exact() -> None:
     training.destroy(engine)
 
 
-@pytest.mark.parametrize(("stage", "fp8", "save_at"), [(2, {}, 1), (3, {}, 5), (1, SPLIT, 7)])
+@pytest.mark.parametrize(
+    ("stage", "fp8", "save_at"), [pytest.param(2, {}, 1, marks=pytest.mark.slow), (3, {}, 5), (1, SPLIT, 7)]
+)
 @on_ranks(2)
 def test_resume_is_exact_in_every_phase(stage: int, fp8: dict[str, Any], save_at: int, folder: str) -> None:
     """An override is in force from step 1 on."""

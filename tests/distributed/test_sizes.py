@@ -47,8 +47,8 @@ def trained(stage: int, fp8: dict[str, Any], evaluates: bool, **config: Any) -> 
 @pytest.mark.parametrize(
     ("stage", "recipe", "others", "min_size", "evaluates"),
     [
-        (1, "delayed", {}, SOME, False),
-        (2, "tensorwise", STATES, SOME, True),
+        pytest.param(1, "delayed", {}, SOME, False, marks=pytest.mark.slow),
+        pytest.param(2, "tensorwise", STATES, SOME, True, marks=pytest.mark.slow),
         (2, "delayed", STATES, ALL, False),
         (3, "delayed", {}, SOME, True),
     ],
@@ -79,7 +79,7 @@ def test_the_longest_batch_decides_and_rank_0_says_so() -> None:
     training.destroy(engine)
 
 
-@pytest.mark.parametrize(("stage", "fp8"), [(1, STATES), (2, {}), (3, {})])
+@pytest.mark.parametrize(("stage", "fp8"), [(1, STATES), pytest.param(2, {}, marks=pytest.mark.slow), (3, {})])
 @on_ranks(2)
 def test_resume_is_exact_and_evaluates_as_before(stage: int, fp8: dict[str, Any], folder: str) -> None:
     config = training.ds_config(stage, block_of("delayed", SOME, **fp8))
@@ -160,7 +160,7 @@ def llama(fp8: dict[str, Any] | None, stage: int = 2) -> tuple[list[float], list
     return found
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 @on_ranks(2)
 def test_linears_and_fused_modules_have_the_bits_of_stock_bf16_where_none_gains(stage: int) -> None:
     block = {"linear": {"recipe": "delayed", "min_size": 1 << 40}}

@@ -123,10 +123,12 @@ OPTIONS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "frozen": (2, {"linear": {"frozen": "fp8"}}, {}),
     "fp32 gradients": (2, {}, {"data_types": {"grad_accum_dtype": "fp32"}}),
     "round robin": (2, {}, {"zero_optimization": {"round_robin_gradients": True}}),
-    "one cycle": (3, {}, {"scheduler": training.ONE_CYCLE}),
-    "delayed": (3, {"linear": {"recipe": "delayed"}}, {}),
+    "one cycle of delayed scales in sub groups": (
+        3,
+        {"linear": {"recipe": "delayed"}},
+        {"scheduler": training.ONE_CYCLE, "zero_optimization": {"sub_group_size": 5000}},
+    ),
     "persistent": (3, {}, {"zero_optimization": {"stage3_param_persistence_threshold": 100_000}}),
-    "sub groups": (3, {}, {"zero_optimization": {"sub_group_size": 5000}}),
 }
 """Stage, block and configuration of each option that has code of its own with FP8 states, where most of it is."""
 

@@ -82,7 +82,7 @@ def trained(stage: int, fp8: dict[str, Any] | None, tp_size: int, num_steps: int
     return {"losses": losses, "norms": norms, "kinds": kinds, "report": report, "apart": apart}
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_two_by_two_ranks_train_with_the_gradient_norm_of_the_whole_model(ranks: Any, stage: int) -> None:
     fp8, bf16 = (ranks(4).run(trained, stage, block, 2, 4)[0] for block in ({}, None))
     whole = ranks(2).run(trained, stage, None, 1, 4)[0]
@@ -120,7 +120,7 @@ def test_every_way_to_quantise_and_to_talk_trains(
     assert other["norms"] == pytest.approx(default_run["norms"], rel=0.06)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_fp8_states_and_clipping_work_on_a_shard_as_on_a_whole(ranks: Any, stage: int) -> None:
     parts, whole = (ranks(2).run(trained, stage, STATES, tp_size, 4)[0] for tp_size in (2, 1))
     assert parts["apart"] == []
@@ -160,7 +160,7 @@ def resume(stage: int, block: dict[str, Any], folder: str) -> None:
     tpar.resume(build, train, destroy, folder)
 
 
-@pytest.mark.parametrize(("stage", "states"), [(2, "fp8"), (3, "fp32")])
+@pytest.mark.parametrize(("stage", "states"), [pytest.param(2, "fp8", marks=pytest.mark.slow), (3, "fp32")])
 def test_a_checkpoint_resumes_to_the_bit(ranks: Any, tmp_path: Any, stage: int, states: str) -> None:
     ranks(4).run(resume, stage, {"optimizer": {"states": states}}, str(tmp_path))
     for mp_rank in range(2):
@@ -187,7 +187,7 @@ def universal(stage: int, folder: str, tp_size: int, loads: bool) -> tuple[dict[
     return masters, losses
 
 
-@pytest.mark.parametrize(("stage", "sizes"), [(2, (1, 4)), (3, (1,))])
+@pytest.mark.parametrize(("stage", "sizes"), [(2, (1, 4)), pytest.param(3, (1,), marks=pytest.mark.slow)])
 def test_a_universal_checkpoint_of_a_cut_model_loads_whole_and_cut_otherwise(
     ranks: Any, tmp_path: Path, stage: int, sizes: tuple[int, ...]
 ) -> None:

@@ -65,7 +65,10 @@ def test_a_gradient_that_zero_grad_dropped_moves_nothing(fp8: dict[str, Any]) ->
     assert "lm_head.weight" in moved and not any(name.startswith("blocks.1.") for name in moved)
 
 
-@pytest.mark.parametrize(("stage", "fp8"), [(2, SPLIT), (3, {}), (3, SPLIT)])
+@pytest.mark.parametrize(
+    ("stage", "fp8"),
+    [pytest.param(2, SPLIT, marks=pytest.mark.slow), pytest.param(3, {}, marks=pytest.mark.slow), (3, SPLIT)],
+)
 @on_ranks(2)
 def test_a_run_without_any_repair_has_the_same_bits(stage: int, fp8: dict[str, Any]) -> None:
     found = []
@@ -80,7 +83,7 @@ def test_a_run_without_any_repair_has_the_same_bits(stage: int, fp8: dict[str, A
     assert all(torch.equal(master, own_masters[name]) for name, master in masters.items())
 
 
-@pytest.mark.parametrize("fp8", [{}, SPLIT], ids=["fp32", "e4m19"])
+@pytest.mark.parametrize("fp8", [pytest.param({}, marks=pytest.mark.slow), SPLIT], ids=["fp32", "e4m19"])
 def test_without_the_repair_stage_3_steps_by_gradients_of_earlier_steps(ranks: Any, fp8: dict[str, Any]) -> None:
     norms, _ = ranks(2).run(steps, 3, fp8, 1)[0]
     own_norms, _ = ranks(2).run(steps, 3, fp8 | {"without_deepspeed_fixes": ["stale_gradients"]}, 1)[0]

@@ -78,7 +78,7 @@ def losses_of_a_trace_that_breaks(
     return losses
 
 
-@pytest.mark.parametrize("fp8", [{}, STATES], ids=["fp32", "fp8"])
+@pytest.mark.parametrize("fp8", [pytest.param({}, marks=pytest.mark.slow), STATES], ids=["fp32", "fp8"])
 @on_ranks(2)
 def test_blocks_that_are_on_their_way_when_the_model_takes_another_way_do_no_harm_and_nor_does_how_they_are_sent(
     fp8: dict[str, Any],
