@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support import HANG
+from support.scripts import start_script
 
 from fp8_ds.host import free_port
 from fp8_ds.tools.doctor.diagnosis import abandoned, build_root
@@ -96,29 +97,45 @@ def start_ranks(tmp_path: Path, cpu_environment: dict[str, str]) -> Callable[...
     """start_ranks(script, *arguments, ranks=2, module=False) -> all output, one rank's after another; fails with it.
 
     Ranks are started as DeepSpeed's launcher would, whose own two processes import torch and DeepSpeed too, half of
-    what a start costs.
+    what a start costs. `forks`: from a process that has imported both.
     """
 
-    def run(script: Path | str, *arguments: object, ranks: int = 2, module: bool = False, timeout: float = HANG) -> str:
+    def run(
+        script: Path | str,
+        *arguments: object,
+        ranks: int = 2,
+        module: bool = False,
+        forks: bool = False,
+        timeout: float = HANG,
+    ) -> str:
         port, deadline = free_port(), time.monotonic() + timeout
         env = {**cpu_environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-        started, logs = [], [tmp_path / f"rank{rank}-{port}.log" for rank in range(ranks)]
+        started: list[Any] = []
+
+        def status(process: Any) -> int | None:
+            found: int | None = process.exitcode if forks else process.poll()
+            return found
+
+        logs = [tmp_path / f"rank{rank}-{port}.log" for rank in range(ranks)]
         for rank, log in enumerate(logs):
             command = [sys.executable, *(["-m"] if module else []), script, f"--local_rank={rank}", *arguments]
             env |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            if forks:
+                started.append(start_script(script, command[2:], env, log, tmp_path))
+                continue
             with log.open("w") as file:
                 started.append(subprocess.Popen([*map(str, command)], stdout=file, stderr=-2, env=env, cwd=tmp_path))
         try:
             # Where one has failed, the others would wait for it.
-            while {process.poll() for process in started} in ({None}, {None, 0}) and time.monotonic() < deadline:
+            while {status(process) for process in started} in ({None}, {None, 0}) and time.monotonic() < deadline:
                 time.sleep(0.05)
         finally:
             for process in started:
                 process.kill()
-                process.wait()
+                process.join() if forks else process.wait()
             remove_shared_memory(port)
         outputs = [log.read_text() for log in logs]
-        failed = [output[-6000:] for process, output in zip(started, outputs, strict=True) if process.returncode]
+        failed = [output[-6000:] for process, output in zip(started, outputs, strict=True) if status(process)]
         assert not failed, "\n".join(failed)
         return "\n".join(outputs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.scripts import run_command
 
 
 @pytest.fixture
@@ -20,10 +22,17 @@ def benchmark(root: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], An
     return import_module
 
 
-@pytest.fixture(scope="session")
-def text_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For the tokens of a dry run, which take some ten seconds."""
-    return tmp_path_factory.mktemp("text")
+@pytest.fixture
+def text_cache(
+    benchmark: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """For the tokens of a dry run, from some folders of the standard library: to read all takes ten seconds."""
+    script = benchmark("training_text")
+    (stdlib,) = (root for root in script.text_roots() if Path(os.__file__).is_relative_to(root))
+    folder = Path(os.__file__).parent
+    assert folder == stdlib or stdlib in folder.parents
+    monkeypatch.setattr(script, "text_roots", lambda: [folder / name for name in ("asyncio", "email", "unittest")])
+    return tmp_path_factory.getbasetemp() / "text"
 
 
 @pytest.fixture
@@ -33,12 +42,14 @@ def run_main(
     capsys: pytest.CaptureFixture[str],
     cpu_environment: dict[str, str],
 ) -> Callable[..., str]:
-    """run_main(name, *arguments): what the script prints; its workers are processes of their own."""
+    """run_main(name, *arguments): what the script prints; its workers are processes of their own, which are forked."""
 
     def run(name: str, *arguments: object) -> str:
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
         for key in ("PATH", "PYTHONPATH"):
             monkeypatch.setenv(key, cpu_environment[key])
+        for module in (benchmark("processes"), benchmark(name)):
+            monkeypatch.setattr(module, "run_or_end", run_command, raising=False)
         benchmark(name).main()
         return capsys.readouterr().out
 
@@ -47,7 +58,7 @@ def run_main(
 
 def test_end_to_end_gives_speed_and_losses(run_main: Callable[..., str], text_cache: Path, tmp_path: Path) -> None:
     arms = ("--reference", "torch-eager", "--arms", "ours-e4m11-eager")
-    own = ("--steps", 40, "--cache", text_cache, "--out", tmp_path / "out")
+    own = ("--steps", 40, "--held-out-tokens", 1024, "--cache", text_cache, "--out", tmp_path / "out")
     run_main("end_to_end", "--model", "tiny-llama", *arms, *own)
     (path,) = (tmp_path / "out").glob("*-training.json")
     assert str(tmp_path) not in path.read_text()
@@ -139,6 +150,7 @@ def test_out_of_box_measures_what_is_missing(
     block = {"enabled": True, "schedule": {"bf16_last_fraction": 0.03}}
     monkeypatch.setattr(script, "ROWS", (row,))
     monkeypatch.setattr(script, "SETTINGS", {"bf16": None, "enabled": block})
+    monkeypatch.setattr(script, "STEPS_COMPILED_BF16", 28)
     run_main("out_of_box", "--cache", text_cache, "--out", tmp_path)
     (path,) = tmp_path.glob("*-out-of-box.json")
     state = json.loads(path.read_text())

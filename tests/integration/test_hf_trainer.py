@@ -13,10 +13,11 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 
-QUICK = ("trainer_resumes:2", "trainer_resumes:2:fp8", "lora_resumes:3", "pretrained:3")
-QUICK += ("accelerate:3", "generation:3", "models:3:mixtral", "reference:2", "reference:3")
+QUICK = ("trainer_resumes:2:fp8", "lora_resumes:3", "pretrained:3")
+QUICK += ("accelerate:3", "generation:3", "models:3:mixtral", "reference:3")
 QUICK += ("one_key:2:optimizer", *(("sft:2",) if find_spec("trl") else ()))
-SLOW = ("trainer_resumes:3", "trainer_resumes:3:fp8", "lora_resumes:2", "accelerate:2")
+SLOW = ("trainer_resumes:2", "trainer_resumes:3", "trainer_resumes:3:fp8", "lora_resumes:2", "accelerate:2")
+SLOW += ("reference:2",)
 SLOW += ("lora_experts:2", "lora_experts:3")
 SLOW += ("models:2", "models:3", "generation:2", "pretrained:2")
 SLOW += ("one_key:2", "one_key:3", "one_key:2:lora", "one_key:2:compiled", "one_key:3:mixtral")
@@ -25,7 +26,7 @@ SLOW += ("one_key:2", "one_key:3", "one_key:2:lora", "one_key:2:compiled", "one_
 @pytest.mark.parametrize("cases", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["quick", "slow"])
 def test_hugging_face_on_fp8_zero(start_ranks: Callable[..., str], tmp_path: Path, cases: tuple[str, ...]) -> None:
     pytest.importorskip("peft")
-    start_ranks(Path(__file__).with_name("hf_cases.py"), tmp_path, *cases)
+    start_ranks(Path(__file__).with_name("hf_cases.py"), tmp_path, *cases, forks=True)
     folders = [tmp_path / case.replace(":", "-") / "model" for case in cases if case.startswith("trainer_resumes")]
     for folder in (*folders, *(path.parent for path in tmp_path.glob("models*/*/masters.pt"))):
         assert_reloads(folder)

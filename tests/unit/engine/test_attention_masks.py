@@ -187,11 +187,11 @@ def compiled(model: nn.Module, **options: Any) -> list[list[dict[str, Any]]]:
     ("family", "fields", "kinds"),
     [
         ("Llama", {}, ["no mask", "left padding", "ones", "packed", "prefix"]),
-        ("Llama", {}, ["packed", "no mask"]),
+        pytest.param("Llama", {}, ["packed", "no mask"], marks=pytest.mark.slow),
         ("Mistral", {}, ["left padding", "no mask"]),
-        ("Mistral", {"sliding_window": LENGTH}, ["no mask"]),
+        pytest.param("Mistral", {"sliding_window": LENGTH}, ["no mask"], marks=pytest.mark.slow),
         ("Gemma3", {}, ["no mask", "right padding"]),
-        ("Qwen2", {}, ["ones"]),
+        pytest.param("Qwen2", {}, ["ones"], marks=pytest.mark.slow),
         ("GPT2", {}, ["ones", "left padding"]),
     ],
     ids=str,
@@ -393,7 +393,7 @@ def test_copies_work_and_nothing_is_left_after_hooks_and_patches_are_gone(record
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("strict", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_exported_programs_are_transformers_own(strict: bool) -> None:
     """Their mask is not a constant of the example's length."""
 

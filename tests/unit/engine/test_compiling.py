@@ -261,8 +261,11 @@ LOGITS = torch.Size([2, LENGTH, 64])
 
 @pytest.mark.parametrize(
     ("has_labels", "is_training", "tangents"),
-    [(True, True, [torch.Size([])]), (False, True, [LOGITS]), (True, False, [torch.Size([]), LOGITS])],
-    ids=["training", "no labels", "evaluation"],
+    [
+        pytest.param(True, True, [torch.Size([])], id="training"),
+        pytest.param(False, True, [LOGITS], id="no labels", marks=pytest.mark.slow),
+        pytest.param(True, False, [torch.Size([]), LOGITS], id="evaluation"),
+    ],
 )
 def test_logits_beside_a_loss_in_training_have_no_gradient_in_the_graph_and_all_else_is_as_without(
     has_labels: bool, is_training: bool, tangents: list[torch.Size]
@@ -314,7 +317,7 @@ def test_outputs_that_are_not_of_transformers_stay() -> None:
         assert model.linear.weight.grad is not None
 
 
-@pytest.mark.parametrize("factor", [0.0, 0.1])
+@pytest.mark.parametrize("factor", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 def test_trainer_with_label_smoothing_and_metrics_trains_and_evaluates_as_without(
     factor: float, tmp_path: Path
 ) -> None:

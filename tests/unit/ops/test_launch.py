@@ -167,8 +167,15 @@ def test_a_format_of_a_descriptors_tensor_is_another_kernel(fake: StandInDriver)
     assert launchers[:2] == launchers[2:] and launchers[0] != launchers[1]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "fast"),
+    [
+        (torch.float32, False),
+        (torch.bfloat16, True),
+        pytest.param(torch.bfloat16, False, marks=pytest.mark.slow),
+        pytest.param(torch.float32, True, marks=pytest.mark.slow),
+    ],
+)
 def test_tiles_of_grouped_products_fit_as_many_programs_as_run_at_a_time(
     fake: StandInDriver, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, fast: bool
 ) -> None:

@@ -165,8 +165,8 @@ def test_a_head_that_is_held_counts_whatever_the_bound(loss: str, zero: dict[str
     ("stage", "block"),
     [
         (3, {"schedule": {"bf16_until_step": 10}}),
-        (1, {"schedule": {"bf16_last_fraction": 0.1, "total_steps": 100}}),
-        (3, {"schedule": {"layers": {"layers": "bf16"}}}),
+        pytest.param(1, {"schedule": {"bf16_last_fraction": 0.1, "total_steps": 100}}, marks=pytest.mark.slow),
+        pytest.param(3, {"schedule": {"layers": {"layers": "bf16"}}}, marks=pytest.mark.slow),
         (1, {"guard": {"action": "bf16"}, "monitor": {"every": 10}}),
     ],
 )

@@ -193,8 +193,12 @@ def test_evaluation_computes_the_same_and_keeps_and_records_nothing(recipe, mode
 # --- when it is taken ---
 
 
-@pytest.mark.parametrize("change", ["relu", "forward", "function", "transformers"])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("compiled", "change"),
+    [(False, change) for change in ("relu", "forward", "function", "transformers")]
+    + [(True, "function"), (True, "transformers")]
+    + [pytest.param(True, change, marks=pytest.mark.slow) for change in ("relu", "forward")],
+)
 def test_with_its_activation_replaced_it_is_the_stock_module(change, compiled, taken):
     class WithModule(SwigluMlp):
         def forward(self, x):

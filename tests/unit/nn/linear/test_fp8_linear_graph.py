@@ -77,7 +77,7 @@ def fresh_dynamo():
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", [pytest.param("tensorwise", marks=pytest.mark.slow), "rowwise"])
 def test_linears_of_several_widths_compile_one_by_one(recipe):
     """The compiler makes a size that it has seen change a symbol; torch 2.11 failed on it (ZeRO-3, H200), 2.13 not."""
     for widths in ((64, 64), (64, 32), (64, 128), (128, 64), (256, 64)):
@@ -88,7 +88,7 @@ def test_linears_of_several_widths_compile_one_by_one(recipe):
 
 
 # Of symbols, "tensorwise" and "rowwise" have the test above.
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise_with_gw_hp", "blockwise"])
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("rowwise_with_gw_hp", marks=pytest.mark.slow), "blockwise"])
 def test_linears_of_one_graph_compile_with_every_size_a_symbol(recipe):
     """`dynamic=True` makes symbols of floats too, which torch 2.13 cannot hand to a second autograd function."""
     torch.manual_seed(0)

@@ -1,0 +1,57 @@
+"""Scripts in processes that are forked from one that has torch and DeepSpeed: their import is most of a short run."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from support.ranks import IMPORTED_ONCE
+
+
+def start_script(
+    script: Path | str, arguments: Sequence[object], env: Mapping[str, str], log: Path | str, cwd: Path | str = "."
+) -> BaseProcess:
+    """Start `python script *arguments` with this environment, but for what modules read of it at their import.
+
+    Args:
+        log: to which its output is appended.
+    """
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED_ONCE)
+    argv = [str(script), *map(str, arguments)]
+    process: BaseProcess = context.Process(target=_run, args=(argv, dict(env), str(log), str(Path(cwd).resolve())))
+    process.start()
+    return process
+
+
+def run_command(command: Sequence[str], limit: float, *, grace: float = 10.0, **options: Any) -> int:
+    """`processes.run_or_end` of benchmarks/ for a command that is a script of Python's, its output in a file."""
+    process = start_script(command[1], command[2:], options["env"], options["stdout"].name)
+    process.join(limit)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+    return process.exitcode or 0
+
+
+def _run(argv: list[str], env: dict[str, str], log: str, cwd: str) -> None:
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv = argv
+    sys.path[:0] = [str(Path(argv[0]).parent), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+    try:
+        runpy.run_path(argv[0], run_name="__main__")
+    except Exception:
+        traceback.print_exc()
+        sys.exit(1)
