@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import HANG
+from support.scripts import run_script
 
 SCRIPT = Path(__file__).with_name("one_of_many.py")
 RANK = 0
@@ -27,7 +25,7 @@ KNOWN: dict[tuple[int, str], Any] = {}
 
 
 @pytest.fixture
-def steps(cpu_environment: dict[str, str]) -> dict[tuple[int, str], Any]:
+def steps(cpu_environment: dict[str, str], tmp_path: Path) -> dict[tuple[int, str], Any]:
     """What a step of one rank of 512 calls, by name, its operators, and the bytes of its gathers."""
     if KNOWN:
         return KNOWN
@@ -37,16 +35,15 @@ def steps(cpu_environment: dict[str, str]) -> dict[tuple[int, str], Any]:
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
     }
-    command = [sys.executable, str(SCRIPT), "512", str(RANK)]
+    arguments = ["512", str(RANK)]
     for (stage, _), fp8 in CASES.items():
-        command.append(
+        arguments.append(
             json.dumps(
                 {**common, "zero_optimization": {"stage": stage}, "fp8": {"enabled": True, "preset": None, **fp8}}
             )
         )
-    done = subprocess.run(command, stdout=-1, stderr=-2, text=True, env=cpu_environment, timeout=HANG, check=False)
-    assert done.returncode == 0, done.stdout[-4000:]
-    lines = [line for line in done.stdout.splitlines() if line.startswith("STEP")]
+    output = run_script(SCRIPT, arguments, cpu_environment, tmp_path / "log")
+    lines = [line for line in output.splitlines() if line.startswith("STEP")]
     KNOWN.update((case, json.loads(line.removeprefix("STEP"))) for case, line in zip(CASES, lines, strict=True))
     return KNOWN
 

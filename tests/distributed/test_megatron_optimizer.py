@@ -369,7 +369,7 @@ def load_and_go_on(distributed: bool, form: str, folder: str, master: str | None
         (False, "dp_reshardable", SPLIT),
         (True, "fully_reshardable", "e4m19"),
         pytest.param(True, "dp_zero_gather_scatter", "e4m11", marks=pytest.mark.slow),
-        (True, "legacy", "e4m11"),
+        pytest.param(True, "legacy", "e4m11", marks=pytest.mark.slow),
     ],
 )
 def test_resume_is_bit_exact(ranks: Any, tmp_path: Any, distributed: bool, form: str, master: str) -> None:
@@ -384,7 +384,8 @@ def test_resume_is_bit_exact(ranks: Any, tmp_path: Any, distributed: bool, form:
 
 
 @pytest.mark.parametrize(
-    ("form", "master", "worlds"), [("dp_reshardable", SPLIT, (2, 1)), ("fully_reshardable", "e4m19", (1, 2))]
+    ("form", "master", "worlds"),
+    [pytest.param("dp_reshardable", SPLIT, (2, 1), marks=pytest.mark.slow), ("fully_reshardable", "e4m19", (1, 2))],
 )
 def test_another_number_of_ranks_loads_the_same_states(
     ranks: Any, tmp_path: Any, form: str, master: str, worlds: tuple[int, int]

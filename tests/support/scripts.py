@@ -12,6 +12,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from support import HANG
 from support.ranks import IMPORTED_ONCE
 
 
@@ -31,14 +32,32 @@ def start_script(
     return process
 
 
+def run_script(script: Path, arguments: Sequence[object], env: Mapping[str, str], log: Path) -> str:
+    """Output of `start_script` at its end.
+
+    Raises:
+        AssertionError: it has failed or hung; with the end of its output.
+    """
+    code = _ended(start_script(script, arguments, env, log), HANG)
+    output = log.read_text()
+    assert code == 0, output[-6000:]
+    return output
+
+
 def run_command(command: Sequence[str], limit: float, *, grace: float = 10.0, **options: Any) -> int:
     """`processes.run_or_end` of benchmarks/ for a command that is a script of Python's, its output in a file."""
-    process = start_script(command[1], command[2:], options["env"], options["stdout"].name)
-    process.join(limit)
-    if process.exitcode is None:
+    return _ended(start_script(command[1], command[2:], options["env"], options["stdout"].name), limit)
+
+
+def _ended(process: BaseProcess, limit: float) -> int:
+    """Exit status, negative of what takes longer than `limit` seconds and is killed."""
+    try:
+        process.join(limit)
+    finally:
         process.kill()
         process.join()
-    return process.exitcode or 0
+    assert process.exitcode is not None
+    return process.exitcode
 
 
 def _run(argv: list[str], env: dict[str, str], log: str, cwd: str) -> None:

@@ -58,9 +58,9 @@ def moved(x, offset):
     ("name", "dtype", "decoupled"),
     [
         ("fp32", torch.bfloat16, True),
-        ("bf16_8", torch.float32, False),
+        pytest.param("bf16_8", torch.float32, False, marks=pytest.mark.slow),
         ("e4m19", torch.float32, True),
-        ("e4m11", torch.bfloat16, False),
+        pytest.param("e4m11", torch.bfloat16, False, marks=pytest.mark.slow),
         *with_cuda_sizes([], [("fp32", torch.float32, False), ("bf16_8", torch.bfloat16, True)]),
     ],
 )

@@ -58,7 +58,9 @@ def test_a_skipped_step_changes_nothing_and_states_may_move() -> None:
     assert all(map(torch.equal, got, before)) and not any(map(torch.equal, moved, before))
 
 
-@pytest.mark.parametrize(("kind", "decoupled"), [(torch.optim.AdamW, True), (torch.optim.Adam, False)])
+@pytest.mark.parametrize(
+    ("kind", "decoupled"), [(torch.optim.AdamW, True), pytest.param(torch.optim.Adam, False, marks=pytest.mark.slow)]
+)
 def test_many_steps_are_those_of_torch(kind: type, decoupled: bool) -> None:
     torch.manual_seed(1)
     p = torch.nn.Parameter(torch.randn(BLOCK + 3))

@@ -150,7 +150,9 @@ def test_backward_of_strided_rows_and_edges_equals_reference_bitwise():
     assert_all_same(expected, kernels.rmsnorm_backward(*views, *to_device(*arguments)))
 
 
-@pytest.mark.parametrize("shape", [(70, 200), (64, 40), (33, 40), (17, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [pytest.param((70, 200), marks=pytest.mark.slow), (64, 40), (33, 40), (17, 1)], ids=str
+)
 def test_programs_that_take_several_partial_sums_equal_reference_bitwise(shape, monkeypatch):
     """In the interpreter two programs have one to three each, the last of which is whole, cut or one row; edges at
     their ends."""

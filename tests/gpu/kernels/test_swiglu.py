@@ -174,7 +174,7 @@ def assert_columns(gate, up, scaling, fmt=E4M3, view=lambda x: x):
 @pytest.mark.parametrize(
     ("shape", "scaling"),
     with_cuda_sizes(
-        [((66, 20), "given"), ((64, 128), "tensorwise"), ((48, 32), "tensorwise")],
+        [((66, 20), "given"), pytest.param((64, 128), "tensorwise", marks=pytest.mark.slow), ((48, 32), "tensorwise")],
         [(shape, scaling) for shape in ((1, 1), (70, 130), (4096, 512), (8192, 14336)) for scaling in ONE_SCALE],
     ),
 )
@@ -227,7 +227,7 @@ def assert_columns_beside_gradients(grad, gate, up, scaling, is_kept):
         [
             ((66, 20), "given", False),
             ((32, 128), "tensorwise", True),
-            ((48, 130), "given", True),
+            pytest.param((48, 130), "given", True, marks=pytest.mark.slow),
             ((33, 20), "given", True),
         ],
         [
@@ -247,7 +247,7 @@ def test_columns_beside_gradients_are_those_of_their_own_kernels(shape, scaling,
     assert_columns_beside_gradients(grad, gate, up, scaling, is_kept)
 
 
-@pytest.mark.parametrize("row", range(4))
+@pytest.mark.parametrize("row", [0, *(pytest.param(row, marks=pytest.mark.slow) for row in (1, 2)), 3])
 def test_the_largest_is_seen_in_each_of_the_four_rows_of_a_word(row):
     gate, up, grad = operands(4, 20)
     gate[row, 7], up[row, 7] = 70.0, 1e6

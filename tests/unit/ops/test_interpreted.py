@@ -10,6 +10,7 @@ from support.interpreted import run_interpreted
 KERNELS = Path(__file__).parents[2] / "gpu/kernels"
 
 
-def test_kernels_equal_references_in_the_interpreter() -> None:
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_kernels_equal_references_in_the_interpreter(which: str) -> None:
     pytest.importorskip("triton")
-    run_interpreted(sorted(KERNELS.glob("test_*.py")), "-m", "not slow")
+    run_interpreted(sorted(KERNELS.glob("test_*.py")), "-m", which)
