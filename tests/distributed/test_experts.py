@@ -74,7 +74,7 @@ def check_weights(found: dict[str, Any], rest: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("stage", "fp8", "family"),
     [
-        (2, DELAYED, "Mixtral"),
+        pytest.param(2, DELAYED, "Mixtral", marks=pytest.mark.slow),
         (3, {}, "Qwen3Moe"),
     ],
 )
@@ -147,7 +147,7 @@ def test_experts_are_gathered_in_one_byte_a_weight(stage: int) -> None:
     assert moved[torch.bfloat16] < 1.02 * (total - in_fp8)
 
 
-@pytest.mark.parametrize(("stage", "fp8"), [(3, DELAYED), (2, RELEASED)])
+@pytest.mark.parametrize(("stage", "fp8"), [pytest.param(3, DELAYED, marks=pytest.mark.slow), (2, RELEASED)])
 def test_a_run_goes_on_bit_for_bit(ranks: Any, stage: int, fp8: dict[str, Any], tmp_path: Path) -> None:
     whole = ranks(2).run(trained, stage, fp8)
     check_weights(whole[0], whole[1:])

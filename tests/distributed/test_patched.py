@@ -106,7 +106,7 @@ def trained(stage: int, fp8: dict[str, Any] | None, what: str, autocast: bool = 
     ("stage", "fp8", "what", "num_fp8"),
     [
         (3, {}, "a patch of one forward", 5),
-        (3, {}, "hooks of all modules", 6),
+        pytest.param(3, {}, "hooks of all modules", 6, marks=pytest.mark.slow),
         (2, {}, "hooks of one", 6),
         (2, {}, "a parametrization", 5),
         (2, {}, "a pruned weight", 5),

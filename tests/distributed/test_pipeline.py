@@ -85,7 +85,9 @@ def pipeline(fp8: dict[str, Any] | None, bounds: str, num_steps: int = 8, num_mi
     return result
 
 
-@pytest.mark.parametrize(("bounds", "num_weights"), [("balanced", (4, 4)), ("lopsided", (4, 0))])
+@pytest.mark.parametrize(
+    ("bounds", "num_weights"), [pytest.param("balanced", (4, 4), marks=pytest.mark.slow), ("lopsided", (4, 0))]
+)
 def test_pipeline_trains_in_fp8_as_stock_does(ranks: Any, bounds: str, num_weights: tuple[int, int]) -> None:
     ours, stock = ranks(2).run(pipeline, {}, bounds), ranks(2).run(pipeline, None, bounds)
     assert tuple(result["num_weights"] for result in ours) == num_weights

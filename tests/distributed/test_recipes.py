@@ -52,7 +52,7 @@ def run(stage: int, accumulation: int, num_steps: int, fp8: dict[str, Any], mode
 @pytest.mark.parametrize(
     ("stage", "linear"),
     [
-        (2, {"recipe": "rowwise"}),
+        pytest.param(2, {"recipe": "rowwise"}, marks=pytest.mark.slow),
         (3, {"recipe": "blockwise"}),
         pytest.param(2, {"recipe": "delayed", "weight_scales": "power_of_two"}, marks=pytest.mark.slow),
         (3, {"recipe": "rowwise", "weight_scales": "power_of_two"}),

@@ -103,7 +103,7 @@ def error_of_updates(gradients: Gradients, betas: tuple[float, float]) -> float:
     [
         ("wide", BETAS[0], 0.075, 1.0),
         ("narrow", BETAS[1], 0.11, 1.0),
-        ("middle", BETAS[1], 0.11, 1.0),
+        pytest.param("middle", BETAS[1], 0.11, 1.0, marks=pytest.mark.slow),
         ("wide", BETAS[1], 0.11, 1.0),
         ("middle", BETAS[0], 0.1, 0.05),
     ],
