@@ -24,6 +24,7 @@ ForeignLinears = Mapping[type[nn.Module], type[Fp8Linear] | None]
 """Classes of linears that are no nn.Linear, each with its FP8 class; None: it stays in high precision."""
 
 _ONE_SCALE = ("tensorwise", "delayed")  # for a whole weight
+_NOT_EXACTLY = ", not exactly nn.Linear"
 _NUM_NAMES_SHOWN = 4
 _STATE_VERSION = 1
 
@@ -166,7 +167,7 @@ def _decide(
     """Return (converted, reason) for the weight `name` of `module`; `left` is the reason why it must stay in bf16."""
     weight, is_experts = module._parameters.get(name), experts.is_experts(module)
     if not is_experts and fp8_class_of(module, foreign) is None:
-        return False, f"a {type(module).__name__}, not exactly nn.Linear"
+        return False, f"a {type(module).__name__}{_NOT_EXACTLY}"
     if weight is None:
         return False, "weight is no Parameter of its own"
     if left is not None:
@@ -267,11 +268,14 @@ def weights_of(module: Any, fqns: list[str]) -> Iterator[tuple[str, list[str], t
 def _nothing_to_convert(plan: Plan) -> ConfigError:
     found = ", ".join(by_reason((layer.fqn, layer.reason) for layer in plan.layers)) or "no nn.Linear at all"
     advice = "Shorten"
+    kinds = [layer.reason.removesuffix(_NOT_EXACTLY) for layer in plan.layers if layer.reason.endswith(_NOT_EXACTLY)]
     if plan.others is not None and plan.others.kinds:
         found += f"; {plan.others.describe()}, not nn.Linear"
+        kinds.append(plan.others.kinds[0][0])
+    if kinds:
         advice = (
             "Only linears, and experts as Mixtral's, are computed in FP8: use a model of these, put nn.Linear in place "
-            f'of {plan.others.kinds[0][0]}, or set "optimizer.states" to "fp8", which needs no linear. Else shorten'
+            f'of {kinds[0]}, or set "optimizer.states" to "fp8", which needs no linear. Else shorten'
         )
     return ConfigError(
         f"fp8: expected at least one linear to convert, got none of {len(plan.layers)}: {found}. {advice} "

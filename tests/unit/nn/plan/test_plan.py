@@ -207,6 +207,7 @@ def test_sharded_parameters_are_planned_by_their_true_shape():
     [
         (Model(), "got none of 5: blocks.0.up and 4 more (filter_fqns). Shorten"),
         (nn.Sequential(nn.ReLU()), "no nn.Linear at all"),
+        (nn.Sequential(nn.modules.linear.NonDynamicallyQuantizableLinear(8, 8)), "put nn.Linear in place of a NonDyn"),
     ],
 )
 def test_nothing_to_convert_is_an_error_that_says_what_was_found(model, found):
