@@ -232,7 +232,7 @@ class BeforeStateDict:
         optimizer = getattr(engine, "optimizer", None)
         if self._has_said or not isinstance(optimizer, Fp8ZeroStage12) or engine.module is not module:
             return
-        if not optimizer.fp8_is_exporting:
+        if engine.fp8.weights and not optimizer.fp8_is_exporting:
             self._has_said = True
             say(
                 "fp8: module.state_dict() gives de-quantised FP8 weights; engine.save_checkpoint and "

@@ -204,6 +204,18 @@ def test_evaluation_has_the_loss_of_training_and_leaves_no_trace(stage: int) -> 
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize(("layers", "num_lines"), [("lm_head", 1), ("blocks", 0)])
+@on_ranks(1)
+def test_state_dict_says_once_that_it_holds_fp8_values_if_there_are_any(layers: str, num_lines: int) -> None:
+    fp8 = SPLIT | {"linear": {"filter_fqns": ["lm_head", layers]}}
+    engine = training.build(training.ds_config(2, fp8))
+    with training.log_lines() as said:
+        for _ in range(2):
+            engine.module.state_dict()
+    training.destroy(engine)
+    assert len(said) == num_lines
+
+
 @on_ranks(2)
 def test_a_copy_of_the_model_computes_what_it_did_and_has_no_engine() -> None:
     """As moving averages and reference models start."""
