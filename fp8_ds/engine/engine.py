@@ -162,13 +162,13 @@ class Fp8Engine(Fp8Checkpoints):
             listener: takes a report; it must not keep or change what is in it.
 
         Raises:
-            ConfigError: neither monitor nor guard is on, or the listener has been added already.
+            ConfigError: nothing samples steps, or the listener has been added already.
         """
         monitor = None if self._fp8_step_callbacks is None else self._fp8_step_callbacks.monitor
         if monitor is None:
             raise ConfigError(
-                "add_fp8_listener: expected an engine with layers in FP8 and fp8.monitor or fp8.guard on, got neither "
-                'of the two. Set "monitor": {"every": 100} and its "sink", which may be "/dev/null".'
+                "add_fp8_listener: expected an engine with layers in FP8 that samples steps, got none. Set "
+                '"monitor": {"every": 100} and its "sink", which may be "/dev/null".'
             )
         handle: RemovableHandle = monitor.listen(listener)
         return handle

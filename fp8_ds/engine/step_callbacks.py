@@ -27,6 +27,7 @@ from fp8_ds.log import logger
 from fp8_ds.monitor.guard import EVERY as GUARD_EVERY
 from fp8_ds.monitor.guard import Guard, Problems
 from fp8_ds.monitor.health import HealthMonitor, Listener
+from fp8_ds.monitor.overshoot import Overshoots
 from fp8_ds.monitor.scale_check import ScaleCheck
 from fp8_ds.monitor.sinks import STEP_SKIPPED, Change, DeepSpeedEvents, JsonLines
 from fp8_ds.monitor.statistics import Observers, StatisticsTable
@@ -48,8 +49,8 @@ class StepCallbacks:
     Attributes:
         precision: which layers compute in bf16.
         sizes: decides which of them are too small for FP8.
-        monitor: samples steps for reports, and for the guard; None if neither is on.
-        guard: a listener of the monitor; None if there is none.
+        monitor: samples steps for reports, and for a guard without delayed scales; None if neither is on.
+        guard: listener of the monitor, or, with delayed scales, judge of the history's overshoots; None if it is off.
         has_graph: whether a forward has kept tensors for its backward and no step has followed: layers cannot change.
     """
 
@@ -73,12 +74,17 @@ class StepCallbacks:
         _check_scales(engine)
         self.monitor: HealthMonitor | None = None
         self.guard: Guard | None = None
-        settings, has_guard = engine.fp8.config.monitor, engine.fp8.config.guard.action is not None
-        if settings.every or has_guard:
+        self._overshoots: Overshoots | None = None
+        settings, history = engine.fp8.config.monitor, engine.fp8.history
+        if engine.fp8.config.guard.action is not None:
+            self.guard = make_guard(engine, self._send, say_problem)
+            if history is not None:
+                self._overshoots = history.overshoots = Overshoots(history.names, history.fp8_max)
+        is_sampled = self.guard is not None and self._overshoots is None
+        if settings.every or is_sampled:
             every, sinks = (settings.every, settings.sinks) if settings.every else (GUARD_EVERY, ())
             self.monitor = health_monitor(engine, every, sinks, partial(warn, rank=engine.global_rank))
-            if has_guard:
-                self.guard = make_guard(engine, self._send, say_problem)
+            if self.guard is not None and is_sampled:
                 self.monitor.listen(self.guard)
             self.monitor.start(engine.global_steps)
         close = weakref.WeakMethod(self.close)  # an engine may live until the process ends, not destroyed
@@ -134,10 +140,22 @@ class StepCallbacks:
                 self._leave_out_last_steps()
             if not self.precision.schedule.is_constant:
                 self._update_precision()
+            self._judge_overshoots()
             if self.monitor is not None:  # last: what it samples is the next step's, with layers as they are in it
                 self.monitor.after_step(self._engine.global_steps, self._engine.global_samples)
         finally:
             self._is_running = False
+
+    def _judge_overshoots(self) -> None:
+        """Let the guard judge the last interval of steps, a step after it. Collective."""
+        if self._overshoots is None or self.guard is None:
+            return
+        step = self._engine.global_steps
+        if (found := self._overshoots.problems()) is not None:
+            in_fp8 = {layer: text for layer, text in found.items() if layer not in self.precision.in_bf16}
+            self.guard.judge(step - 1, in_fp8)
+        if step % GUARD_EVERY == 0:
+            self._overshoots.send()
 
     def _leave_out_last_steps(self) -> None:
         """Keep the first and last layer in bf16 from now on, and no steps at the end, which do not fit into memory."""
@@ -196,34 +214,39 @@ class StepCallbacks:
         self._memory = Bf16Memory.of(self._engine)
         self.precision.tell_of_resume(self._engine.global_steps)
         self._update_precision()
+        state = {} if state is None else state  # of an older version without "overshoots"
+        if self.guard is not None:
+            self.guard.load_state_dict(state.get("guard"))
+        if self._overshoots is not None:
+            self._overshoots.load_state_dict(state.get("overshoots"))
         if self.monitor is not None:
-            self.monitor.load_state_dict(None if state is None else state["monitor"], self._engine.global_steps)
-            if self.guard is not None:
-                self.guard.load_state_dict(None if state is None else state["guard"])
+            self.monitor.load_state_dict(state.get("monitor"), self._engine.global_steps)
             self.monitor.start(self._engine.global_steps)
 
     def wrong_state(self, state: Any) -> str:
         """Say why `resume` cannot go on from `state`; empty if it can. Nothing is changed."""
-        if self.monitor is None or state is None:
+        if state is None:
             return ""
         try:
-            waiting = state["monitor"]["waiting"]
-            copy.copy(self.monitor).load_state_dict(state["monitor"], -1 if waiting is None else waiting["step"])
+            if self.monitor is not None and (sampled := state["monitor"]) is not None:
+                waiting = sampled["waiting"]
+                copy.copy(self.monitor).load_state_dict(sampled, -1 if waiting is None else waiting["step"])
             if self.guard is not None:
                 copy.copy(self.guard).load_state_dict(state["guard"])
+            if self._overshoots is not None and state.get("overshoots") is not None:
+                self._overshoots.tables_of(state["overshoots"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
         return ""
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the state of monitor and guard in builtin types; None if neither is on.
+        """Return the state of monitor, guard and overshoots in builtin types; None if none is on.
 
         It is of this rank's layers: each pipeline stage and tensor-parallel rank has a model file of its own.
         """
-        if self.monitor is None:
-            return None
-        guard = None if self.guard is None else self.guard.state_dict()
-        return {"monitor": self.monitor.state_dict(), "guard": guard}
+        parts = {"monitor": self.monitor, "guard": self.guard, "overshoots": self._overshoots}
+        states = {key: None if part is None else part.state_dict() for key, part in parts.items()}
+        return states if any(states.values()) else None
 
     def close(self) -> None:
         """Write the last report, and say so if what was saved last is of a run that ends before its bf16 steps."""
@@ -244,9 +267,8 @@ class StepCallbacks:
     def _send(self, names: Sequence[str], to: Literal["bf16", "schedule"]) -> None:
         """Send layers to bf16, or back, from the next step on, as the guard decides alike on all ranks. Collective."""
         self._request(names, to)
-        step = self._engine.global_steps
-        assert self.monitor is not None
-        self.monitor.changes.extend(Change(step, name, to) for name in names)
+        if self.monitor is not None:
+            self.monitor.changes.extend(Change(self._engine.global_steps, name, to) for name in names)
 
     def _between(self) -> str:
         """Say where this rank is between a forward and the step that follows; empty if it is not between them."""

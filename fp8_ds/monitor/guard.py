@@ -9,7 +9,7 @@ from fp8_ds.monitor.sinks import STEP_SKIPPED, Report
 from fp8_ds.monitor.statistics import LayerStatistics
 
 EVERY = 100
-"""Steps between the samples it judges by, where `monitor.every` is 0."""
+"""Steps between its judgements, where it does not judge by the samples of `monitor.every`."""
 SATURATION = 0.01
 """Share of a tensor above which its layer does not fit FP8."""
 UNDERFLOW = 0.2
@@ -25,7 +25,7 @@ Problems = dict[str, tuple[str, bool]]
 
 
 class Guard:
-    """A listener of the health monitor.
+    """Judge of layers: a listener of the health monitor, or, with delayed scales, told of overshoots.
 
     A layer is named when it passes a limit, and again only after a sample in which it did not, or was in bf16. One that
     was sent to bf16 comes back by itself, after a stay twice as long as its last.
@@ -70,10 +70,19 @@ class Guard:
 
     def __call__(self, report: Report) -> None:
         """Judge a report. Collective, over all ranks. A skipped step tells nothing of layers: one NaN is in all."""
-        self._end_stays(report.step)
-        if report.numbers.get(STEP_SKIPPED):
+        self.judge(report.step, None if report.numbers.get(STEP_SKIPPED) else problems(report.layers))
+
+    def judge(self, step: int, found: Mapping[str, str] | None) -> None:
+        """Name the layers in `found`, with what is wrong, that are not named yet; send them where they shall go.
+        Collective, over all ranks.
+
+        Args:
+            step: the last that was looked at.
+            found: of this rank's layers; None: nothing is known of any.
+        """
+        self._end_stays(step)
+        if found is None:
             return
-        found = problems(report.layers)
         everywhere = self._share({name: (text, name in self._changeable) for name, text in found.items()})
         new = {name: problem for name, problem in everywhere.items() if name not in self._named}
         self._named = set(everywhere)
@@ -85,7 +94,7 @@ class Guard:
         if sent := [name for name in names if new[name][1]]:
             for name in sent:
                 length = 2 * self._stays[name][0] if name in self._stays else NUM_STEPS_IN_BF16
-                self._stays[name] = length, report.step + length
+                self._stays[name] = length, step + length
             self._send(sent, "bf16")
             action = (
                 f"{len(sent)} compute in bf16 for {min(self._stays[name][0] for name in sent)} steps or more; "
@@ -93,7 +102,7 @@ class Guard:
             )
         else:
             action = 'To compute them in bf16: engine.set_layer_precision, or fp8.guard.action "bf16"'
-        self._say(f"fp8: guard, step {report.step}: {len(names)} layers do not fit FP8 ({shown}{more}). {action}")
+        self._say(f"fp8: guard, step {step}: {len(names)} layers do not fit FP8 ({shown}{more}). {action}")
 
     def _end_stays(self, step: int) -> None:
         """Leave layers whose stay in bf16 is over to the schedule again. Collective where there are some."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from fp8_ds.errors import ConfigError
 
 if TYPE_CHECKING:
+    from fp8_ds.monitor.overshoot import Overshoots
     from fp8_ds.monitor.scale_check import ScaleCheck
 
 MAX_SCALE = 2.0**126
@@ -154,6 +155,7 @@ class AmaxHistory:
 
     Attributes:
         check: check of the scales in use, on one rank of those that share this history; None in copies and pickles.
+        overshoots: counts of amaxes beyond what these scales can hold, on all ranks, for the guard; None as `check`.
         is_copy: whether this is a copy or from a pickle, and has not been updated since.
         amax_local: float32 [num_slots], maximum since the last update on this rank.
         scale, scale_inv: float32 [num_slots], multiply to enter FP8, and to leave.
@@ -186,10 +188,11 @@ class AmaxHistory:
         self.ready = False
         self.names = tuple(names) or tuple(f"slot {index}" for index in range(num_slots))
         self.check: ScaleCheck | None = None
+        self.overshoots: Overshoots | None = None
         self.is_copy = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "check": None, "is_copy": True}
+        return {**self.__dict__, "check": None, "overshoots": None, "is_copy": True}
 
     def move(self, device: torch.device) -> None:
         """Move to the device where a copy's layers are now; each layer takes its slots anew."""
@@ -221,6 +224,8 @@ class AmaxHistory:
             )
         if self.check is not None and self.ready:
             self.check.after_step(amax_global, self.scale)
+        if self.overshoots is not None and self.ready:
+            self.overshoots.count(amax_global, self.scale, self.num_updates)
         last_maximum = self.amax_history.amax(dim=0)
         finite = amax_global < torch.inf
         self.amax_history.mul_(finite)

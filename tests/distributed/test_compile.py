@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import compiled_and_eager as cells
 import pytest
@@ -21,7 +22,7 @@ from fp8_ds.errors import UnsupportedError
 
 pytestmark = pytest.mark.distributed
 
-DELAYED = {"linear": {"recipe": "delayed"}}
+DELAYED = {"linear": {"recipe": "delayed"}, "guard": {"action": "bf16"}}
 FUSED = {"activations": {"fused": True}}
 STATES = {"optimizer": {"states": "fp8"}}
 RELEASE = {"optimizer": {"states": "fp8", "release": True, "release_clipping": "delayed_norm"}}
@@ -157,6 +158,7 @@ def released() -> Iterator[list[Any]]:
         ShardedWeight.release = stock  # type: ignore[method-assign]
 
 
+@patch("fp8_ds.engine.step_callbacks.GUARD_EVERY", 2)
 def train_both(
     stage: int, fp8: dict[str, Any], is_regional: bool, evaluates: bool, **options: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -222,7 +224,7 @@ def test_compiled_trains_to_the_bits_of_eager(
             assert compiled["breaks"] > 0 and all(num_released > 0 for num_released, _ in compiled["kept"])
         elif not checkpointing:
             # With delayed scales before the first update of the histories and after it; layers share a graph. Learning
-            # rate, weights and counters are in no guard.
+            # rate, weights and counters are in no guard of torch's, and fp8.guard, which judges twice, samples nothing.
             assert compiled["graphs"] == (2 if fp8 == DELAYED else 1)
 
 

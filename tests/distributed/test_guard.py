@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import test_checkpoint as base
@@ -63,6 +64,38 @@ def test_a_resumed_run_judges_what_the_run_before_would_have(
     assert [report["step"] for report in reports] == [step for step in (2, 4, 6, 8, 10) if step >= save_at]
     assert len(said) == (named and dist.get_rank() == 0) and all("blocks.1.up" in line for line in said)
     assert steps[-1][1] == (["blocks.1.up"] if action == "bf16" else [])
+
+
+@pytest.mark.parametrize(("stage", "save_at"), [(2, 7), (3, 8)])  # counted, and sent and not judged yet
+@on_ranks(2)
+@patch("fp8_ds.engine.step_callbacks.GUARD_EVERY", 4)
+@patch("fp8_ds.monitor.overshoot.NUM_UPDATES_TO_SETTLE", 3)
+def test_with_delayed_scales_one_step_beyond_them_is_seen_without_a_sample_and_after_a_resume(
+    folder: str, stage: int, save_at: int
+) -> None:
+    """The inputs of a layer are 40 times as large on the last rank, in the sixth of ten steps alone."""
+    fp8 = {"linear": {"recipe": "delayed"}, "guard": {"action": "bf16"}}
+
+    def go_on(one: Any, first: int) -> list[Any]:
+        steps = []
+        for step in range(first, 10):
+            up = one.module.blocks[1].up
+            is_far = step == 5 and dist.get_rank() == 1
+            hook = up.register_forward_pre_hook(lambda _, inputs, far=is_far: (40 * inputs[0],) if far else inputs)
+            steps.append((*training.train(one, 1, step), sorted(one.fp8.precision.in_bf16)))
+            hook.remove()
+            if step + 1 == save_at:
+                one.save_checkpoint(folder)
+        return steps
+
+    through, resumed = (training.build(training.ds_config(stage, fp8), base.MODEL, seed) for seed in (0, 1))
+    assert through._fp8_step_callbacks.monitor is None
+    steps = go_on(through, 0)
+    assert [in_bf16 for _, in_bf16 in steps] == [[]] * 8 + [["blocks.1.up"]] * 2
+    resumed.load_checkpoint(folder)
+    assert go_on(resumed, save_at) == steps[save_at:]
+    for one in (through, resumed):
+        training.destroy(one)
 
 
 @pytest.mark.parametrize(("recipe", "is_late"), [("tensorwise", False), ("delayed", True)])

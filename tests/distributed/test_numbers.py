@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -171,16 +170,16 @@ def test_a_batch_of_zeros_is_a_batch(stage: int, recipe: str) -> None:
     assert all(math.isfinite(loss) for loss in losses) and losses[2] < losses[1]
 
 
-@patch.multiple("fp8_ds.monitor.guard", SATURATION=0.1, UNDERFLOW=1.0)
-def spiked(folder: str) -> dict[str, Any]:
+@patch("fp8_ds.engine.step_callbacks.GUARD_EVERY", 2)
+@patch("fp8_ds.monitor.overshoot.NUM_UPDATES_TO_SETTLE", 3)
+def spiked() -> dict[str, Any]:
     """Losses of ten steps, from the sixth of which on the head's inputs are 300 times as large on the last rank;
-    layers in bf16 after each; what the guard says, which samples every second step and looks at saturation alone."""
+    layers in bf16 after each; what the guard says, which judges every two steps."""
 
     with training.log_lines() as said:
         fp8 = {
             "linear": {"recipe": "delayed", "filter_fqns": []},
             "guard": {"action": "bf16"},
-            "monitor": {"every": 2, "sink": f"{folder}/health.jsonl"},
         }
         engine = build(3, fp8)
         losses, in_bf16 = [], []
@@ -193,19 +192,16 @@ def spiked(folder: str) -> dict[str, Any]:
     return {"losses": losses, "in_bf16": in_bf16, "said": [line for line in said if "guard, step" in line]}
 
 
-def test_where_the_loss_spikes_the_guard_names_what_saturates_and_sends_it_to_bf16_on_all_ranks(
-    ranks: Any, tmp_path: Path
-) -> None:
-    for rank, result in enumerate(ranks(2).run(spiked, str(tmp_path))):
+def test_where_inputs_jump_the_loss_spikes_and_the_guard_sends_their_layer_to_bf16_on_all_ranks(ranks: Any) -> None:
+    for rank, result in enumerate(ranks(2).run(spiked)):
         losses = result["losses"]
         # The first such step saturates; in the second the scale has followed, and the loss jumps.
         assert losses[6] > losses[4] + 5 and all(math.isfinite(loss) for loss in losses)
         assert len(result["said"]) == (1 if rank == 0 else 0), result["said"]
         for line in result["said"]:
-            assert "guard, step 6: 3 layers" in line and "lm_head: saturation of input" in line, line
-            assert all(f"{name}: saturation of grad_output" in line for name in ("blocks.0.down", "blocks.1.down"))
-        # A sample is judged one step after it.
-        assert result["in_bf16"] == [[]] * 6 + [["blocks.0.down", "blocks.1.down", "lm_head"]] * 4
+            assert "guard, step 6: 1 layers" in line and "lm_head: input up to 3e+02 times" in line, line
+        # An interval is judged one step after it.
+        assert result["in_bf16"] == [[]] * 6 + [["lm_head"]] * 4
 
 
 # --- weights ---
