@@ -25,7 +25,7 @@ from fp8_ds.zero.stage import Fp8Context
 CHECKPOINT_KEY = "fp8_ds"
 LEFT_OUT_KEY = "left_out"
 CALLBACKS_KEY = "following"
-"""Key in our state: state of monitor and guard."""
+"""Key in our state: state of monitor, guard and overshoots."""
 LATE_KEY = "late_overflow"
 """Key in our state: a skipped last step that the engine does not know of (`bf16.check_grad_overflow` false)."""
 BOUND_SUMS_KEY = "bound_sums"

@@ -38,13 +38,13 @@ REMOVED = {
     ),
     "fp8.activations.smooth_swiglu": (
         "Remove the key. Where the monitor shows underflow in the inputs of down_proj, name these layers in "
-        '"linear.filter_fqns", or set "guard": {"action": "bf16"}'
+        '"linear.filter_fqns"'
     ),
     "fp8.tensor_parallel.chunks": "Remove the key: shards are gathered at once",
     "fp8.tensor_parallel.reduce_scatter": "Remove the key: sums over ranks travel in bf16, which was faster on NVLink",
     "fp8.tensor_parallel.scales": "Remove the key: each rank scales its shard by its own amax",
-    "fp8.guard.saturation": f"Remove the key: the limit is 0.01. {_LISTENER}",
-    "fp8.guard.underflow": f"Remove the key: the limit is 0.2, of inputs and weights. {_LISTENER}",
+    "fp8.guard.saturation": f"Remove the key: the limit is 0.01, with delayed scales another. {_LISTENER}",
+    "fp8.guard.underflow": f"Remove the key: the limit is 0.2, with delayed scales there is none. {_LISTENER}",
     "fp8.guard.return_after": (
         "Remove the key: a layer that the guard has sent to bf16 stays there until "
         'engine.set_layer_precision(name, "schedule")'

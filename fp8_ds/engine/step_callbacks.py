@@ -1,4 +1,4 @@
-"""Callbacks after each optimizer step of an engine: precision schedule, monitor, and the guard behind it."""
+"""Callbacks after each optimizer step of an engine: precision schedule, monitor and guard."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from deepspeed import comm as ds_comm
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from fp8_ds.config.presets import is_written
 from fp8_ds.engine.bf16_memory import Bf16Memory
@@ -27,7 +29,7 @@ from fp8_ds.log import logger
 from fp8_ds.monitor.guard import EVERY as GUARD_EVERY
 from fp8_ds.monitor.guard import Guard, Problems
 from fp8_ds.monitor.health import HealthMonitor, Listener
-from fp8_ds.monitor.overshoot import Overshoots
+from fp8_ds.monitor.overshoot import Overshoots, tables_of
 from fp8_ds.monitor.scale_check import ScaleCheck
 from fp8_ds.monitor.sinks import STEP_SKIPPED, Change, DeepSpeedEvents, JsonLines
 from fp8_ds.monitor.statistics import Observers, StatisticsTable
@@ -60,6 +62,7 @@ class StepCallbacks:
         self._amaxes_before_evaluation: Tensor | None = None
         self._is_running = False
         self._num_skipped = 0
+        self._overshoots: Overshoots | None = None
         self._first_micro_step: int = engine.micro_steps
         schedule, total = engine.fp8.config.schedule, total_steps(engine._config._param_dict)
         num_steps = total if isinstance(total, int) else None
@@ -74,21 +77,42 @@ class StepCallbacks:
         _check_scales(engine)
         self.monitor: HealthMonitor | None = None
         self.guard: Guard | None = None
-        self._overshoots: Overshoots | None = None
-        settings, history = engine.fp8.config.monitor, engine.fp8.history
+        self._guard_handle: RemovableHandle | None = None
         if engine.fp8.config.guard.action is not None:
             self.guard = make_guard(engine, self._send, say_problem)
-            if history is not None:
-                self._overshoots = history.overshoots = Overshoots(history.names, history.fp8_max)
-        is_sampled = self.guard is not None and self._overshoots is None
-        if settings.every or is_sampled:
-            every, sinks = (settings.every, settings.sinks) if settings.every else (GUARD_EVERY, ())
-            self.monitor = health_monitor(engine, every, sinks, partial(warn, rank=engine.global_rank))
-            if self.guard is not None and is_sampled:
-                self.monitor.listen(self.guard)
+        self._start_watching()
+        if self.monitor is not None:
             self.monitor.start(engine.global_steps)
         close = weakref.WeakMethod(self.close)  # an engine may live until the process ends, not destroyed
         atexit.register(lambda: None if (last := close()) is None else last())
+
+    def _start_watching(self) -> None:
+        """Make what the guard judges by, overshoots or a monitor's samples, and the monitor that the user asked for.
+
+        The recipe decides, which a checkpoint may have changed, and not whether this rank has layers with a history: a
+        pipeline's stage may have none, and takes part in what the guard shares.
+        """
+        context, settings = self._engine.fp8, self._engine.fp8.config.monitor
+        is_delayed = context.config.linear.recipe == "delayed"
+        is_sampled = self.guard is not None and not is_delayed
+        history: AmaxHistory | None = context.history
+        self._overshoots = None
+        if self.guard is not None and is_delayed:
+            nothing = (), torch.empty(0, device=self._engine.device)
+            self._overshoots = Overshoots(*nothing if history is None else (history.names, history.fp8_max))
+            self._overshoots.leave_out(self.precision.in_bf16)
+        if history is not None:
+            history.overshoots = self._overshoots
+        if not (settings.every or is_sampled):
+            self.monitor = None
+        elif self.monitor is None:
+            every, sinks = (settings.every, settings.sinks) if settings.every else (GUARD_EVERY, ())
+            self.monitor = health_monitor(self._engine, every, sinks, partial(warn, rank=self._engine.global_rank))
+        if self._guard_handle is not None:
+            self._guard_handle.remove()
+            self._guard_handle = None
+        if self.guard is not None and self.monitor is not None and is_sampled:
+            self._guard_handle = self.monitor.listen(self.guard)
 
     def before_forward(self, is_training: bool, batch: Any) -> None:
         """Prepare for a forward that keeps what a backward needs. Collective if it decides on sizes.
@@ -151,7 +175,7 @@ class StepCallbacks:
         if self._overshoots is None or self.guard is None:
             return
         step = self._engine.global_steps
-        if (found := self._overshoots.problems()) is not None:
+        if (found := self._overshoots.problems()) is not None:  # of layers that have left FP8 since, too
             in_fp8 = {layer: text for layer, text in found.items() if layer not in self.precision.in_bf16}
             self.guard.judge(step - 1, in_fp8)
         if step % GUARD_EVERY == 0:
@@ -215,6 +239,7 @@ class StepCallbacks:
         self.precision.tell_of_resume(self._engine.global_steps)
         self._update_precision()
         state = {} if state is None else state  # of an older version without "overshoots"
+        self._start_watching()
         if self.guard is not None:
             self.guard.load_state_dict(state.get("guard"))
         if self._overshoots is not None:
@@ -234,7 +259,7 @@ class StepCallbacks:
             if self.guard is not None:
                 copy.copy(self.guard).load_state_dict(state["guard"])
             if self._overshoots is not None and state.get("overshoots") is not None:
-                self._overshoots.tables_of(state["overshoots"])
+                tables_of(state["overshoots"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
         return ""
@@ -262,7 +287,10 @@ class StepCallbacks:
         self._last_save = None
 
     def _update_precision(self) -> None:
+        before = self.precision.in_bf16
         self.precision.update(self._engine.global_steps)
+        if self._overshoots is not None and self.precision.in_bf16 != before:
+            self._overshoots.leave_out(self.precision.in_bf16)
 
     def _send(self, names: Sequence[str], to: Literal["bf16", "schedule"]) -> None:
         """Send layers to bf16, or back, from the next step on, as the guard decides alike on all ranks. Collective."""
@@ -328,7 +356,7 @@ def health_monitor(engine: Any, every: int, sinks: Sequence[str], warn: Say) -> 
 
 
 def make_guard(engine: Any, send: Callable[[Sequence[str], Literal["bf16", "schedule"]], object], say: Say) -> Guard:
-    """Build the guard, which acts on all ranks alike once a health monitor calls it.
+    """Build the guard, which acts on all ranks alike once it is told of samples or overshoots.
 
     Raises:
         UnsupportedError: the guard shall send layers to bf16, and there are tensor-parallel ones.
@@ -343,7 +371,7 @@ def make_guard(engine: Any, send: Callable[[Sequence[str], Literal["bf16", "sche
 
     def share(mine: Problems) -> Problems:
         if dist.get_world_size(group) == dist.get_world_size():
-            return mine  # counts were added up over all ranks
+            return mine  # what it judges by is that of all ranks
         everyone: list[Problems] = [{}] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
         return {name: problem for each in everyone for name, problem in each.items()}

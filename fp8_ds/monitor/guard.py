@@ -27,8 +27,8 @@ Problems = dict[str, tuple[str, bool]]
 class Guard:
     """Judge of layers: a listener of the health monitor, or, with delayed scales, told of overshoots.
 
-    A layer is named when it passes a limit, and again only after a sample in which it did not, or was in bf16. One that
-    was sent to bf16 comes back by itself, after a stay twice as long as its last.
+    A layer is named when it passes a limit, and again only after a judgement at which it did not, or was in bf16. One
+    that was sent to bf16 comes back by itself, after a stay twice as long as its last.
 
     Args:
         share: what is wrong on each rank -> what is on any, the same on all: pipeline stages have layers of their own.
@@ -54,7 +54,7 @@ class Guard:
         """Layer -> length of its last stay in bf16, and the step at which it ends; 0: it is over."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return builtin types, the same on all ranks: the layers that misbehaved in the last sample, and stays."""
+        """Return builtin types, the same on all ranks: the layers named at the last judgement, and stays."""
         return {"named": sorted(self._named), "stays": {name: list(stay) for name, stay in self._stays.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -73,12 +73,11 @@ class Guard:
         self.judge(report.step, None if report.numbers.get(STEP_SKIPPED) else problems(report.layers))
 
     def judge(self, step: int, found: Mapping[str, str] | None) -> None:
-        """Name the layers in `found`, with what is wrong, that are not named yet; send them where they shall go.
-        Collective, over all ranks.
+        """Name the layers in `found` that are not named yet, and send them to bf16. Collective, over all ranks.
 
         Args:
             step: the last that was looked at.
-            found: of this rank's layers; None: nothing is known of any.
+            found: layer of this rank -> what is wrong with it; None: nothing is known of any.
         """
         self._end_stays(step)
         if found is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,8 +34,14 @@ class Overshoots:
         self._names = tuple(names)
         self._fp8_max = fp8_max
         self._counts = torch.zeros(2, len(self._names), dtype=torch.float32, device=fp8_max.device)
+        self._is_counted = torch.ones(len(self._names), dtype=torch.bool, device=fp8_max.device)
         self._host = HostCopy(self._counts)
         self._is_on_its_way = False
+
+    def leave_out(self, layers: Collection[str]) -> None:
+        """Count from the next step on all layers but these, which compute in bf16."""
+        is_counted = [slot.rpartition(" ")[0] not in layers for slot in self._names]
+        self._is_counted.copy_(torch.tensor(is_counted, dtype=torch.bool))
 
     def count(self, amax: Tensor, scale: Tensor, num_updates: int) -> None:
         """Count a step. A slot whose amax is not finite (a skipped step's) is left out.
@@ -48,7 +54,7 @@ class Overshoots:
         if num_updates < NUM_UPDATES_TO_SETTLE:
             return
         beyond = amax * scale / self._fp8_max
-        beyond = torch.where(beyond < torch.inf, beyond, 0.0)
+        beyond = torch.where(self._is_counted & (beyond < torch.inf), beyond, 0.0)
         self._counts[0] += beyond > FAR
         torch.maximum(self._counts[1], beyond, out=self._counts[1])
 
@@ -77,25 +83,33 @@ class Overshoots:
     def state_dict(self) -> dict[str, Any]:
         """Return builtin types: the interval's counts, and what was sent and not asked for; waits for both."""
         waiting = self._host.read().tolist() if self._is_on_its_way else None
-        return {"counts": self._counts.tolist(), "waiting": waiting}
+        return {"names": list(self._names), "counts": self._counts.tolist(), "waiting": waiting}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restore what `state_dict` returned; None: nothing has been counted."""
-        waiting, counts = (None, None) if state is None else self.tables_of(state)
-        self._is_on_its_way = waiting is not None
+        """Restore what `state_dict` returned; nothing has been counted if it is None or of other slots."""
+        self._is_on_its_way = False
+        self._counts.zero_()
+        if state is None or tuple(state["names"]) != self._names:
+            return
+        counts, waiting = tables_of(state)
+        self._counts.copy_(counts)
         if waiting is not None:
             self._host.send(waiting)
-        self._counts.zero_() if counts is None else self._counts.copy_(counts)
+            self._is_on_its_way = True
 
-    def tables_of(self, state: Mapping[str, Any]) -> tuple[Tensor | None, Tensor]:
-        """Return what was sent, and counts, of `state`: float32 [2, num_slots].
 
-        Raises:
-            ValueError: `state` has another number of slots.
-        """
-        waiting, counts = (None if state[key] is None else torch.tensor(state[key]) for key in ("waiting", "counts"))
-        for table in (waiting, counts):
-            if table is not None and table.shape != self._counts.shape:
-                raise ValueError(f"expected counts of shape {tuple(self._counts.shape)}, got {tuple(table.shape)}")
-        assert counts is not None
-        return waiting, counts
+def tables_of(state: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """Return the counts of a state, and those that were sent: float32 [2, num_slots].
+
+    Raises:
+        ValueError: they are not what a save writes.
+    """
+    shape = (2, len(state["names"]))
+
+    def table(rows: Any) -> Tensor:
+        found = torch.zeros(()) if rows is None else torch.tensor(rows, dtype=torch.float32)
+        if found.shape != shape or not bool(((found >= 0) & (found < torch.inf)).all()):
+            raise ValueError(f"expected counts of shape {shape}, finite and not negative, got {rows!r:.80}")
+        return found
+
+    return table(state["counts"]), None if state["waiting"] is None else table(state["waiting"])

@@ -98,7 +98,7 @@ DAMAGES: list[tuple[Any, tuple[str, ...]]] = [
     (set_entry(lambda _: {"last_norm": -1.0}, "release"), ("['last_norm']",)),
     (set_entry(lambda _: {0: float("nan")}, "bound_sums"), ("fp8_ds['bound_sums'][0]",)),
     (set_entry(lambda x: {**x, "guard": {}}, "following"), ("fp8_ds['following']",)),
-    (set_entry(lambda x: {**x, "overshoots": {"counts": [[0.0]], "waiting": None}}, "following"), ("counts of shape",)),
+    (set_entry(lambda x: {**x, "counts": [[0.0]]}, "following", "overshoots"), ("counts of shape",)),
 ]  # fmt: skip
 
 

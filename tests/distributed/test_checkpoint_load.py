@@ -40,14 +40,15 @@ def test_a_module_loaded_through_the_engine_is_loaded_as_a_whole(states: str) ->
 def test_histories_that_a_checkpoint_does_not_have_for_these_layers_start_anew(
     folder: str, writer: dict[str, Any] | None
 ) -> None:
-    """In an engine that is new, and in one that has some of its own."""
-    engine = base.build(3, writer)
+    """In an engine that is new, and in one that has some of its own; with a guard, whose counts are of these layers."""
+    guard = {"guard": {"action": "report"}}
+    engine = base.build(3, None if writer is None else writer | guard)
     training.train(engine, 2)
     engine.save_checkpoint(folder)
     training.destroy(engine)
     losses = []
     for steps in (0, 2):
-        reader = base.build(3, base.DELAYED, seed=1)
+        reader = base.build(3, base.DELAYED | guard, seed=1)
         training.train(reader, steps)
         reader.load_checkpoint(folder)
         base.assert_bytes_follow_masters(reader)

@@ -119,8 +119,10 @@ def test_what_a_layer_sees_in_bf16_is_not_held_against_it_and_afterwards_it_is_s
 
 @pytest.mark.parametrize(("recipe", "is_late"), [("tensorwise", False), ("delayed", True)])
 @on_ranks(2)
+@patch("fp8_ds.engine.step_callbacks.GUARD_EVERY", 2)
+@patch("fp8_ds.monitor.overshoot.NUM_UPDATES_TO_SETTLE", 1)
 def test_a_step_that_was_skipped_puts_no_layer_into_bf16(folder: str, recipe: str, is_late: bool) -> None:
-    """One loss of a sampled step is NaN."""
+    """One loss of a sampled step is NaN, and a layer's inputs are 40 times as large in it."""
     fp8: dict[str, Any] = {"linear": {"recipe": recipe}, "guard": {"action": "bf16"}}
     fp8 |= {"monitor": {"every": 2, "sink": f"{folder}/health.jsonl"}}
     if is_late:
@@ -131,8 +133,10 @@ def test_a_step_that_was_skipped_puts_no_layer_into_bf16(folder: str, recipe: st
     reports = training.reports_of(engine)
     training.train(engine, 3)
     handle = engine.module.register_forward_hook(lambda module, inputs, loss: loss * float("nan"))
+    far = engine.module.blocks[1].up.register_forward_pre_hook(lambda _, inputs: (40 * inputs[0],))
     training.train(engine, 1, first_step=3)
     handle.remove()
+    far.remove()
     training.train(engine, 3, first_step=4)
     assert engine.skipped_steps == 1 and engine.fp8.precision.in_bf16 == frozenset()
     training.destroy(engine)
@@ -234,3 +238,29 @@ def pipelined(folder: str) -> list[list[list[str]]]:
 def test_a_resumed_pipeline_judges_the_layers_of_every_stage(ranks: Any, tmp_path: Path) -> None:
     first, second = ranks(2).run(pipelined, str(tmp_path))
     assert first == [[[]] * 4] * 2 and second == [[["4.up"]] * 4] * 2
+
+
+@patch("fp8_ds.engine.step_callbacks.GUARD_EVERY", 2)
+@patch("fp8_ds.monitor.overshoot.NUM_UPDATES_TO_SETTLE", 1)
+def beside_a_stage_without_layers(folder: str) -> list[list[str]]:
+    """Layers in bf16 after each of six steps; the second stage has none in FP8, and takes part in what is shared."""
+    fp8 = {
+        "linear": {"recipe": "delayed", "filter_fqns": ["lm_head", "3.", "4."]},
+        "guard": {"action": "bf16"},
+        "monitor": {"every": 3, "sink": f"{folder}/health.jsonl"},
+    }
+    engine, found = test_pipeline.pipeline_engine(fp8, "balanced"), []
+    batches = test_pipeline.data(2)
+    for step in range(6):
+        up = next((module for name, module in engine.module.named_modules() if name == "1.up"), None)
+        if up is not None and step == 2:
+            up.register_forward_pre_hook(lambda _, inputs: (40 * inputs[0],))
+        engine.train_batch(batches)
+        found.append(sorted(engine.fp8.precision.in_bf16))
+    test_pipeline.destroy(engine)
+    return found
+
+
+def test_a_stage_without_fp8_layers_takes_part(ranks: Any, tmp_path: Path) -> None:
+    first, second = ranks(2).run(beside_a_stage_without_layers, str(tmp_path))
+    assert first == [[]] * 4 + [["1.down", "1.up"]] * 2 and second == [[]] * 6

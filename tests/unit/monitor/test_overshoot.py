@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from fp8_ds.monitor.overshoot import NUM_UPDATES_TO_SETTLE, Overshoots
+from fp8_ds.monitor.overshoot import NUM_UPDATES_TO_SETTLE, Overshoots, tables_of
 from fp8_ds.numerics.scale import AmaxHistory
 
 NAMES = ("a input", "a grad_output", "b.c input")
@@ -64,10 +64,31 @@ def test_a_resumed_run_counts_on_and_judges_what_was_sent() -> None:
     resumed.count(torch.tensor([2000.0, 0.0, 0.0]), torch.ones(3), NUM_UPDATES_TO_SETTLE)
     resumed.send()
     assert list(resumed.problems() or {}) == ["a"]
-    resumed.load_state_dict(None)
-    assert resumed.problems() is None
-    with pytest.raises(ValueError, match=r"expected counts of shape \(2, 3\), got \(2, 1\)"):
-        resumed.tables_of({"counts": [[0.0], [0.0]], "waiting": None})
+    for other in (None, {**saved.state_dict(), "names": ["a input", "a grad_output", "c input"]}):
+        resumed.count(torch.tensor([2000.0, 0.0, 8000.0]), torch.ones(3), NUM_UPDATES_TO_SETTLE)
+        resumed.send()
+        resumed.load_state_dict(other)  # of other layers, too: nothing has been counted
+        assert resumed.problems() is None
+        resumed.send()
+        assert resumed.problems() == {}
+
+
+@pytest.mark.parametrize(
+    ("counts", "waiting"),
+    [([[0.0] * 3], None), (None, None), ([[0.0] * 3, [float("nan")] * 3], None), ([[0.0] * 3] * 2, [[-1.0] * 3] * 2)],
+)
+def test_a_state_that_no_save_writes_is_refused(counts: object, waiting: object) -> None:
+    with pytest.raises(ValueError, match=r"expected counts of shape \(2, 3\)"):
+        tables_of({"names": list(NAMES), "counts": counts, "waiting": waiting})
+
+
+def test_layers_in_bf16_are_not_counted() -> None:
+    overshoots = Overshoots(NAMES, torch.tensor([448.0, 57344.0, 448.0]))
+    for layers in (["a"], ["b.c"], ["a", "b.c"]):
+        overshoots.leave_out(layers)
+        overshoots.count(torch.tensor([2000.0, 0.0, 8000.0]), torch.ones(3), NUM_UPDATES_TO_SETTLE)
+    overshoots.send()
+    assert list(overshoots.problems() or {}) == ["b.c"]  # once; "a" had one such step, which is too few
 
 
 def test_a_history_counts_by_the_scale_that_was_in_use() -> None:
