@@ -98,7 +98,7 @@ class StepCallbacks:
         history: AmaxHistory | None = context.history
         self._overshoots = None
         if self.guard is not None and is_delayed:
-            nothing = (), torch.empty(0, device=self._engine.device)
+            nothing = (), torch.empty(0, dtype=torch.float32, device=self._engine.device)
             self._overshoots = Overshoots(*nothing if history is None else (history.names, history.fp8_max))
             self._overshoots.leave_out(self.precision.in_bf16)
         if history is not None:

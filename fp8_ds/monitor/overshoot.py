@@ -107,7 +107,7 @@ def tables_of(state: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
     shape = (2, len(state["names"]))
 
     def table(rows: Any) -> Tensor:
-        found = torch.zeros(()) if rows is None else torch.tensor(rows, dtype=torch.float32)
+        found = torch.zeros((), dtype=torch.float32) if rows is None else torch.tensor(rows, dtype=torch.float32)
         if found.shape != shape or not bool(((found >= 0) & (found < torch.inf)).all()):
             raise ValueError(f"expected counts of shape {shape}, finite and not negative, got {rows!r:.80}")
         return found
