@@ -108,10 +108,10 @@ class StepCallbacks:
         elif self.monitor is None:
             every, sinks = (settings.every, settings.sinks) if settings.every else (GUARD_EVERY, ())
             self.monitor = health_monitor(self._engine, every, sinks, partial(warn, rank=self._engine.global_rank))
-        if self._guard_handle is not None:
+        if self._guard_handle is not None and not is_sampled:
             self._guard_handle.remove()
             self._guard_handle = None
-        if self.guard is not None and self.monitor is not None and is_sampled:
+        elif self._guard_handle is None and self.guard is not None and self.monitor is not None and is_sampled:
             self._guard_handle = self.monitor.listen(self.guard)
 
     def before_forward(self, is_training: bool, batch: Any) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 from support import HANG
 
 
-def run_interpreted(tests: Sequence[Path], *more: str) -> None:
-    """All tests of these files pass where Triton interprets; it decides so at its import, and the caller may have
+def run_interpreted(tests: Sequence[Path], *more: str) -> tuple[int, str]:
+    """Exit status and output of pytest where Triton interprets; it decides so at its import, and the caller may have
     done that.
 
     None of the caller's plugins that would write reports or need its options take part.
@@ -22,9 +22,6 @@ def run_interpreted(tests: Sequence[Path], *more: str) -> None:
     Args:
         tests: the files, all of them in one process, whose start takes seconds.
         more: options of pytest.
-
-    Raises:
-        AssertionError: one fails or is skipped, or there is none; with the end of the output.
     """
     options = ["-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", __name__]
     command = [sys.executable, "-m", "pytest", "-q", *options, *more, *map(str, tests)]
@@ -32,8 +29,7 @@ def run_interpreted(tests: Sequence[Path], *more: str) -> None:
     paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
     result = subprocess.run(command, stdout=-1, stderr=-2, text=True, env=env, timeout=HANG, check=False)
-    if result.returncode or " passed" not in result.stdout or "skipped" in result.stdout:
-        raise AssertionError(result.stdout[-6000:])
+    return result.returncode, result.stdout
 
 
 def pytest_configure() -> None:

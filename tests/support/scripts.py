@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import runpy
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -69,8 +68,4 @@ def _run(argv: list[str], env: dict[str, str], log: str, cwd: str) -> None:
     os.environ.update(env)
     sys.argv = argv
     sys.path[:0] = [str(Path(argv[0]).parent), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
-    try:
-        runpy.run_path(argv[0], run_name="__main__")
-    except Exception:
-        traceback.print_exc()
-        sys.exit(1)
+    runpy.run_path(argv[0], run_name="__main__")
