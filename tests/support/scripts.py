@@ -44,7 +44,8 @@ def run_script(script: Path, arguments: Sequence[object], env: Mapping[str, str]
 
 
 def run_command(command: Sequence[str], limit: float, *, grace: float = 10.0, **options: Any) -> int:
-    """`processes.run_or_end` of benchmarks/ for a command that is a script of Python's, its output in a file."""
+    """`processes.run_or_end` of benchmarks/ for a command that is a script of Python's, or -m and a module, its output
+    in a file."""
     return _ended(start_script(command[1], command[2:], options["env"], options["stdout"].name), limit)
 
 
@@ -68,4 +69,8 @@ def _run(argv: list[str], env: dict[str, str], log: str, cwd: str) -> None:
     os.environ.update(env)
     sys.argv = argv
     sys.path[:0] = [str(Path(argv[0]).parent), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
-    runpy.run_path(argv[0], run_name="__main__")
+    if argv[0] == "-m":
+        sys.argv = argv[1:]
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(argv[0], run_name="__main__")
