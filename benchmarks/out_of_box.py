@@ -240,18 +240,22 @@ def make_spec(run: Run, text: Path) -> dict[str, Any]:
 # --- all runs ---
 
 
+def environment(gpu: int) -> dict[str, str]:
+    """Of the one rank of a run on one GPU, as a launcher would make it."""
+    env = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
+    env |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])}
+    return env | ({"CUDA_VISIBLE_DEVICES": str(gpu)} if uses_cuda() else {"DS_ACCELERATOR": "cpu"})
+
+
 def run_one(spec: Mapping[str, Any], stem: Path, gpu: int, limit: float) -> tuple[int, dict[str, Any], str]:
     """A run in a process of its own, on one GPU: its exit status, its result, or "error", with "wall_s", and output."""
     spec_path, out, output = (stem.with_suffix(f".{kind}") for kind in ("spec", "out", "log"))
     spec_path.write_text(json.dumps(spec))
-    env = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
-    env |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])}
-    env |= {"DS_ACCELERATOR": "cpu"} if spec["device"] == "cpu" else {"CUDA_VISIBLE_DEVICES": str(gpu)}
     command = [sys.executable, str(HERE / "out_of_box_run.py"), "--spec", str(spec_path), "--out", str(out)]
     began = time.monotonic()
     with output.open("w") as file:
-        code = run_or_end(command, limit, grace=2, stdout=file, stderr=subprocess.STDOUT, env=env)
+        code = run_or_end(command, limit, grace=2, stdout=file, stderr=subprocess.STDOUT, env=environment(gpu))
     printed = output.read_text(errors="replace")
     result = (
         json.loads(out.read_text()) if code == 0 else {"error": error_of(code, printed, limit).splitlines()[0][:300]}

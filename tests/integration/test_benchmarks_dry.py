@@ -177,3 +177,64 @@ def test_out_of_box_measures_what_is_missing(
     ratio = eager["step_ms"] / (0.97 * 2 + 0.03 * 4)
     assert f"2.0, 4.0 | {ratio:.2f} (1.3) | {eager['step_ms'] / compiled['step_ms']:.2f} |" in printed
     assert "1 of 1 rows are measured: 1 are at least as fast, 1 reach their target" in printed
+
+
+def test_summary_of_trainer_leaves_out_the_change_to_bf16(benchmark: Callable[[str], Any]) -> None:
+    script = benchmark("trainer")
+    clock, seconds = [(0, 100.0, 9.0, None)], 100.0
+    for step in range(2, 171, 2):
+        ms = 5000.0 if step in (2, 4, 166) else 40.0 if step > 166 else 10.0  # steps 166 to 170 are in bf16
+        seconds += 2 * ms / 1000
+        gib = 20.0 if step in (2, 20, 166) else 7.0 if step > 166 else 3.0
+        clock.append((step, seconds, gib, step / 10))
+    line = "fp8: from step 165 on 8 of 28 FP8 linears compute in bf16 (bf16_last_fraction: from step 165)"
+    found = script.summary(clock, [line])
+    assert (found["step_ms"], found["bf16_ms"], found["gib"], found["bf16_gib"]) == (10, 40, 3, 7)
+    assert found["loss"] == pytest.approx(16.1) and found["first_s"] == 20  # (15.2 + 15.4 + ... + 17.0) / 10
+    assert script.summary(clock, [])["bf16_ms"] is None
+
+
+def test_trainer_measures_what_is_missing(
+    run_main: Callable[..., str],
+    benchmark: Callable[[str], Any],
+    text_cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("trl")
+    script = benchmark("trainer")
+    rows = [row for row in script.ROWS if row[1:3] == (2, "eager")]
+    (bf16, ours), (sft_bf16, sft) = ([script.Run(*row, is_ours) for is_ours in (False, True)] for row in rows)
+    about = {"text": script.prepare(text_cache / "bytes-256-400000", "bytes", 256, 0, 400_000)[0].describe()}
+    about |= {"steps": 30, "tokens": 64}
+    known = {"step_ms": 32.0, "bf16_ms": None, "gib": 1.0, "bf16_gib": None, "loss": 5.0, "first_s": 1.0, "said": []}
+    runs = {bf16.name: {**known, "wall_s": 1e9}, sft_bf16.name: {"error": "out of memory", "wall_s": 1.0}}
+    before = tmp_path / "before.json"
+    before.write_text(json.dumps({"machine": {}, **about, "runs": runs}))
+    monkeypatch.setattr(script, "ROWS", rows)
+    own = ("--rows", 1, 2, "--steps", 30, "--cache", text_cache, "--resume", before, "--out", tmp_path / "out")
+    printed = run_main("trainer", *own)
+    # The run that failed comes last, and there is no time for another like the known one.
+    assert printed.index(f"{sft.name}: ") < printed.index(f"{sft_bf16.name}: left out, ")
+    (path,) = (tmp_path / "out").glob("*-trainer.json")
+    found = json.loads(path.read_text())["runs"]
+    assert found.keys() == {bf16.name, ours.name, sft_bf16.name, sft.name} and found[bf16.name] == runs[bf16.name]
+    for run in (ours, sft):
+        assert "(bf16_last_fraction: from step 29)" in found[run.name]["said"][-1]
+    # The same weights, and the same text in the same order.
+    assert found[sft.name]["losses"] == pytest.approx(found[ours.name]["losses"], rel=0.005)
+    assert found[ours.name]["loss"] < found[ours.name]["losses"][0] - 0.2
+    assert f"| 2,000; {64_000 / found[ours.name]['step_ms']:,.0f} | {32 / found[ours.name]['step_ms']:.2f} |" in printed
+    assert "| SFTTrainer | 2 | eager, checkpointing | **out of memory** |" in printed
+
+
+def test_trainers_script_is_told_of_fp8_by_one_key(benchmark: Callable[[str], Any], tmp_path: Path) -> None:
+    script = benchmark("trainer")
+    words, configs = [], []
+    for is_ours in (False, True):
+        words.append(script.command(script.Run("SFTTrainer", 3, "compiled", "kept", is_ours), tmp_path, tmp_path, 30))
+        configs.append(json.loads((tmp_path / "ds.json").read_text()))
+    python, *arguments = words[0]
+    assert words[1] == [python, "-m", "fp8_ds.run", *arguments]
+    assert configs[1] == configs[0] | {"fp8": {"enabled": True}} and "fp8" not in configs[0]
+    assert "fp8" not in Path(arguments[0]).read_text().split('"""', 2)[2]
