@@ -61,7 +61,7 @@ def check_rows(name: str, x: Tensor, like: Tensor | None = None) -> None:
     if x.dtype != torch.bfloat16 or x.dim() != 2 or (like is not None and x.shape != like.shape):
         expected = "[T, C]" if like is None else str(tuple(like.shape))
         raise ValueError(f"{name}: expected bfloat16 {expected}, got {x.dtype} {tuple(x.shape)}. Cast or reshape it.")
-    if x.stride(1) != 1 and x.shape[1] > 1:
+    if torch.Tensor.stride(x, 1) != 1 and x.shape[1] > 1:
         raise ValueError(
             f"{name}: expected rows without gaps (any stride between them), got strides {x.stride()}. "
             "Pass x.contiguous()."

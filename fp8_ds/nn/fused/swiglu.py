@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from fp8_ds.nn.fused.module import FORMAT, Nonlinear, as_rows, keep, recover
+from fp8_ds.nn.fused.module import FORMAT, Nonlinear, keep, recover
 from fp8_ds.nn.linear.fp8_linear import Fp8Linear, bias_grad, check_input, checked_weights, linear_grads, linear_output
 from fp8_ds.nn.linear.recipe import Kept, Quantized, Recipe, as_matrix
 from fp8_ds.numerics.scale import AmaxSlot
@@ -217,7 +217,7 @@ class _FromKept:
         gate, up = self.factors
         if len(gate) == 1:
             columns, scale_inv, *grads = swiglu_backward_and_columns(
-                grad_product, as_rows(*gate), as_rows(*up), (FORMAT, fmt), scalings, amax=self.amax
+                grad_product, gate[0], up[0], (FORMAT, fmt), scalings, amax=self.amax
             )
         else:
             *grads, amax = swiglu_backward_kept(grad_product, gate, up, fmt, scalings[1:])

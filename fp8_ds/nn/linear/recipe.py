@@ -49,7 +49,7 @@ class Fp8Weight(NamedTuple):
 
     def transposed(self) -> Tensor:
         """Return the bytes as [I, O], the contracted dim of grad_input last."""
-        return transpose(self.data) if self.data.is_contiguous() else self.data.t()
+        return transpose(self.data) if torch.Tensor.is_contiguous(self.data) else self.data.t()
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ def _check_scale(scale: Tensor) -> None:
 
 
 def _check_matrix(x: Tensor) -> None:
-    if x.dim() != 2 or not x.is_contiguous() or x.dtype not in KERNEL_DTYPES:
+    if x.dim() != 2 or not torch.Tensor.is_contiguous(x) or x.dtype not in KERNEL_DTYPES:
         raise ValueError(
             f"x: expected a contiguous matrix in bfloat16, float16 or float32, got {x.dtype} {tuple(x.shape)} with "
             f"strides {x.stride()}. Call contiguous() or to() first."

@@ -30,7 +30,8 @@ def transpose(x: Tensor) -> Tensor:
     Raises:
         ValueError: dtype, number of dims or layout other than these.
     """
-    if x.dim() not in (2, 3) or x.element_size() != 1 or not x.is_contiguous():
+    # Not by a method: in a backward Dynamo takes that for a question about a gradient, and traces all of it once more.
+    if x.dim() not in (2, 3) or x.element_size() != 1 or not torch.Tensor.is_contiguous(x):
         raise ValueError(
             f"x: expected contiguous matrices of one-byte elements, got {x.dtype} {tuple(x.shape)} with strides "
             f"{x.stride()}. A transposed view needs no transpose."

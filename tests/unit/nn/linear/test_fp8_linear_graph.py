@@ -5,7 +5,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from support.linears import RECIPES, attach_payload, fp8_of, step_of
+from support.linears import RECIPES, attach_payload, convert, fp8_of, step_of
 from support.models import SwigluMlp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -168,6 +168,24 @@ def test_compiled_delayed_compiles_twice_at_most_over_many_steps():
         eager_history.update(eager_history.amax_local)
         assert_bitwise(history.scale, eager_history.scale)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_a_backward_is_traced_once(recipe, monkeypatch):
+    """Dynamo traces it again, with copies of its gradients, where it asks for a tensor's layout by a method."""
+
+    def again(backward):
+        raise AssertionError(f"a second trace of {backward}")
+
+    tracer = "torch._dynamo._trace_wrapped_higher_order_op"
+    monkeypatch.setattr(f"{tracer}.autograd_function_backward_rewritten", again)
+    net = nn.Sequential(nn.Linear(48, 64), SwigluMlp(64, 80)).bfloat16()
+    history = convert(net, recipe=recipe)
+    fuse_producers(net, ActivationsConfig(fused=True))
+    if history is not None:
+        history.update(torch.ones(history.num_slots))
+    torch.compile(net, backend="aot_eager", fullgraph=True)(torch.randn(6, 48).bfloat16()).sum().backward()
 
 
 def converted(recipe, fused):
