@@ -57,9 +57,7 @@ _scaled_mm = register(
     "scaled_mm(Tensor a, Tensor b, Tensor scale_inv_a, Tensor scale_inv_b, ScalarType out_dtype, bool fast, "
     "str backend) -> Tensor",
     _kernel,
-    lambda a, b, scale_inv_a, scale_inv_b, out_dtype, fast, backend: torch.empty(
-        a.shape[0], b.shape[0], dtype=out_dtype, device=a.device
-    ),
+    lambda a, b, *rest: _checked(a, b, *rest).new_empty(a.shape[0], b.shape[0], dtype=rest[2]),
 )
 
 
@@ -86,12 +84,18 @@ def check_arguments(a_fp8: Tensor, b_fp8: Tensor, out_dtype: torch.dtype, backen
         raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}. Use one of these.")
 
 
-def _check_scale(name: str, scale_inv: Tensor, num_rows: int) -> None:
-    if scale_inv.dtype != torch.float32 or tuple(scale_inv.shape) not in ((), (num_rows, 1)):
-        raise ValueError(
-            f"{name}: expected float32, 0-dim or {(num_rows, 1)}, got {scale_inv.dtype} {tuple(scale_inv.shape)}. "
-            "Scales per block are those of scaled_mm_blockwise."
-        )
+def _checked(
+    a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, out_dtype: torch.dtype, fast: bool, backend: str
+) -> Tensor:
+    """Return `a` if `scaled_mm` takes the arguments."""
+    check_arguments(a, b, out_dtype, backend)
+    for name, scale_inv, num_rows in (("a", scale_inv_a, a.shape[0]), ("b", scale_inv_b, b.shape[0])):
+        if scale_inv.dtype != torch.float32 or tuple(scale_inv.shape) not in ((), (num_rows, 1)):
+            raise ValueError(
+                f"scale_inv_{name}: expected float32, 0-dim or {(num_rows, 1)}, got {scale_inv.dtype} "
+                f"{tuple(scale_inv.shape)}. Scales per block are those of scaled_mm_blockwise."
+            )
+    return a
 
 
 def scaled_mm(
@@ -123,7 +127,7 @@ def scaled_mm(
     Raises:
         ValueError: dtypes, shapes or backend other than these.
     """
-    check_arguments(a_fp8, b_fp8, out_dtype, backend)
-    _check_scale("scale_inv_a", scale_inv_a, len(a_fp8))
-    _check_scale("scale_inv_b", scale_inv_b, len(b_fp8))
-    return _scaled_mm(a_fp8, b_fp8, scale_inv_a, scale_inv_b, out_dtype, use_fast_accum, backend)
+    arguments = (a_fp8, b_fp8, scale_inv_a, scale_inv_b, out_dtype, use_fast_accum, backend)
+    if not torch.compiler.is_dynamo_compiling():  # it would trace all of it, and the op's fake checks the same
+        _checked(*arguments)
+    return _scaled_mm(*arguments)
