@@ -86,7 +86,7 @@ class _MlpFunction(torch.autograd.Function):
         nonlinear: Nonlinear,
         record: bool,
     ) -> Tensor:
-        keeps_x = record and (gate_weight.requires_grad or up_weight.requires_grad)
+        keeps_x = record and (ctx.needs_input_grad[1] or ctx.needs_input_grad[2])
         x_fp8 = recipes.gate.quantize_input(x, needs_columns=keeps_x, record=record)
         up_x_fp8 = recipes.up.adopt(x, x_fp8, record=record)
         gate_TF = linear_output(x_fp8, gate_weight, gate_bias, recipes.gate, x.dtype)

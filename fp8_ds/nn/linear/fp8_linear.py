@@ -162,7 +162,7 @@ class _LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, record: bool) -> Tensor:
-        keeps_x = record and weight.requires_grad
+        keeps_x = record and ctx.needs_input_grad[1]
         x_fp8 = recipe.quantize_input(x, needs_columns=keeps_x, record=record)
         weight_fp8 = read_weight(weight, recipe)
         output_TO = recipe.biased_output(x_fp8, weight_fp8, bias, x.dtype)

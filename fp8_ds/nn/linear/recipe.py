@@ -176,12 +176,12 @@ class Recipe(ABC):
     def read_weight(self, weight: Tensor) -> Fp8Weight:
         """Read the weight, see nn/linear/fp8_linear.py."""
         payload: Fp8Payload | None = getattr(weight, "_fp8", None)
-        if payload is None and self.copied is not None and self.copied.fit(weight):
-            return Fp8Weight(*self.copied.quantize(weight.detach()))
         if payload is None:
+            if self.copied is not None and self.copied.fit(weight):
+                return Fp8Weight(*self.copied.quantize(weight.detach()))
             return self.quantize_weight(weight.detach())
-        if payload.data is not None:
-            return Fp8Weight(payload.data, payload.scale_inv)
+        if (data := payload.data) is not None:
+            return Fp8Weight(data, payload.scale_inv)
         # The Parameter subclass of a payload answers readers with de-quantised values; here the stored ones are wanted.
         refuse_released(weight)
         with torch._C.DisableTorchFunctionSubclass():
