@@ -91,7 +91,7 @@ def restore_state(
             if context.release is not None and state.get("release") is not None:
                 context.release.load_state_dict(state["release"])
             history = state["history"] if _converted(plan) == _converted(context.plan) else None
-            if context.history is not None and history is None:
+            if context.history is not None and history is None and context.config.linear.recipe == "delayed":
                 say("fp8: amax histories start anew (the checkpoint has none for these layers)")
     if context.history is not None:
         context.history.forget() if history is None else context.history.load_state_dict(history)

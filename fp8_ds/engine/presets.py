@@ -172,13 +172,14 @@ def as_trained(config: Fp8Config, block: Mapping[str, Any], state: Mapping[str, 
     if config.preset is None or "preset" in block:
         return config
     saved: Mapping[str, Any] = state["config"]
+    recipes = {saved.get("linear", {}).get("recipe", config.linear.recipe), config.linear.recipe}
+    if len(recipes) > 1 and not recipes.issubset(_SAME_WEIGHTS):
+        return config
     linear = {
         key: value
         for key in ("recipe", "grad_dtype", "fast_accumulation")
         if not is_written(block, "linear", key) and (value := saved.get("linear", {}).get(key)) is not None
     }
-    if linear.get("recipe", config.linear.recipe) not in _SAME_WEIGHTS or config.linear.recipe not in _SAME_WEIGHTS:
-        return config
     schedule = {
         key: value
         for key in ("bf16_last_fraction", "total_steps", "layers")
@@ -216,9 +217,12 @@ def go_on_as_trained(engine: Any, state: Mapping[str, Any] | None) -> None:
     context.precision.change(config.schedule, change if config.linear != context.config.linear else lambda: None)
     if engine.is_compiled:
         torch._dynamo.reset()  # graphs have the recipes in them, and no guard on what no run changes otherwise
-    before, context.config = resolved(context.config), config
-    values = resolved(config)
-    kept = {key: values.get(key) for key in ("linear", "schedule") if values.get(key) != before.get(key)}
+    before, context.config = context.config.model_dump(mode="json"), config
+    kept = {
+        section: changed
+        for section, values in config.model_dump(mode="json", include={"linear", "schedule"}).items()
+        if (changed := {key: value for key, value in values.items() if value != before[section][key]})
+    }
     say(
         f"fp8: this run goes on with the settings of its checkpoint, {json.dumps(kept)}, and not with those of the "
         f'preset "{config.preset}"; write the preset to change to it'

@@ -80,7 +80,7 @@ def change_recipes(model: nn.Module, linear_config: LinearConfig, history: AmaxH
     """Give the FP8 layers of a model that `apply_plan` has converted recipes anew, before their next forward.
 
     Args:
-        linear_config: with a recipe that has one scale for a weight, as the present one.
+        linear_config: with the present recipe, or with one that has one scale for a weight, as the present one.
         history: returned by `apply_plan`. The recipe "tensorwise" leaves it as it is.
     """
     input_cache = InputCache()

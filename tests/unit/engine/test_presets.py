@@ -123,6 +123,15 @@ def test_a_run_goes_on_as_its_checkpoint_was_trained() -> None:
     assert trained({"preset": None}, Facts(1000), SAVED) == {"enabled": True, "preset": None}
 
 
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp", "blockwise"])
+def test_a_run_with_another_recipe_goes_on_so_too_and_one_that_takes_it_up_has_its_preset(recipe: str) -> None:
+    written, facts = {"linear": {"recipe": recipe}}, Facts(1000, ENDS)
+    without = Fp8Config.from_block({"enabled": True, "preset": None, **written})
+    found = trained(written, facts, without.to_state())
+    assert (found["linear"], "schedule" in found) == (resolved(without)["linear"], False)
+    assert trained(written, facts, SAVED) == resolved(Fp8Config.from_block({"enabled": True, **written}, facts))
+
+
 def test_the_number_of_steps_is_that_of_this_run() -> None:
     saved = {"linear": {}, "schedule": {"bf16_last_fraction": 0.03, "total_steps": 100, "layers": {}}}
     expected = {"bf16_last_fraction": 0.03, "total_steps": 500}
