@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import training
+from support.ranks import on_ranks
 
 from fp8_ds.config import Fp8Config
 from fp8_ds.config.presets import Facts
@@ -28,6 +31,30 @@ def config(stage: int, fp8: dict[str, Any], **more: Any) -> dict[str, Any]:
     return found
 
 
+@on_ranks(2)
+def test_rank_0_is_told_what_one_key_comes_to_and_of_no_save_that_succeeds(folder: str) -> None:
+    """One line, an INFO, whose JSON is the block in which a preset has nothing to say."""
+    ends, beginning = ("blocks.0.", "blocks.2."), 'fp8: preset "{}" is '
+    for preset in ("auto", "serve"):
+        lines = Lines()
+        engine = training.build(config(2, {} if preset == "auto" else {"preset": preset}))
+        told, rest = [text for text in lines.texts if text.startswith(beginning.format(preset))], len(lines.texts)
+        assert (len(told), rest > 0, lines.levels <= {logging.INFO}) == (int(dist.get_rank() == 0),) * 2 + (True,)
+        for text in told:
+            block, end = json.JSONDecoder().raw_decode(text, len(beginning.format(preset)))
+            one = {"enabled": True, "preset": preset, "linear": {"min_size": 0}}
+            expected = Fp8Config.from_block(one, Facts(None, ends)).model_copy(update={"preset": None})
+            assert Fp8Config.from_block(block) == expected
+            assert ("0.101 %" in text[end:]) == (preset == "serve")
+        training.train(engine, 1)
+        del lines.texts[:]
+        engine.save_checkpoint(folder)
+        engine.save_16bit_model(folder)
+        assert lines.texts == []
+        training.destroy(engine)
+        lines.close()
+
+
 def scheduler(total: int) -> dict[str, Any]:
     return {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": total, "warmup_num_steps": 1}}}
 
@@ -38,10 +65,12 @@ class Lines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.texts: list[str] = []
+        self.levels: set[int] = set()
         logging.getLogger("fp8_ds").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(record.getMessage())
+        self.levels.add(record.levelno)
 
     def close(self) -> None:
         logging.getLogger("fp8_ds").removeHandler(self)
@@ -117,7 +146,9 @@ def test_a_checkpoint_without_a_preset_goes_on_as_it_was_trained(ranks: Any, tmp
     losses, found, told, _ = ranks(2).run(resumed, stage, AUTO, folder, 3, 2, {})[0]
     assert losses == straight[3:]
     assert (found["recipe"], found["grad"], found["samples"]) == ("tensorwise", "e5m2", True)
-    assert sum("settings of its checkpoint" in line for line in told) == 1
+    (line,) = [line for line in told if "settings of its checkpoint" in line]
+    assert all(f'"{value}"' in line for value in ("tensorwise", "e5m2", "output"))
+    assert not any("amax histories" in line for line in told)  # tensorwise scales have none
     for fp8 in ({"preset": "auto"}, {"linear": {"recipe": "delayed"}}):  # what is written is what counts
         _, found, told, _ = ranks(2).run(resumed, stage, fp8, folder, 3, 2, {})[0]
         assert found["recipe"] == "delayed" and not found["samples"]
