@@ -14,12 +14,15 @@ from fp8_ds.engine.ranks import tell_all
 from fp8_ds.nn.linear.fp8_linear import full_shape
 from fp8_ds.nn.moe.experts import ExpertsWeight
 from fp8_ds.nn.plan.flops import SizeRule, share_of_experts
+from fp8_ds.zero.one_pass import OnePass
 
-_NONE_LEFT = {
-    "fp8": "none is left in FP8: the engine gains by its FP8 states alone",
-    "fp32": 'none is left in FP8, and nothing is gained: set "optimizer": {"states": "fp8"}, or "enabled": false for '
-    "DeepSpeed's own engine",
+_GAINS = {
+    "states": "none is left in FP8: the engine gains by its FP8 states alone",
+    "step": "none is left in FP8: the engine may gain by its step of Adam alone",
+    "nothing": "none is left in FP8, and nothing is gained",
 }
+"""What is left to gain where no linear is in FP8."""
+_INSTEAD = 'set "optimizer": {"states": "fp8"}, or "enabled": false for DeepSpeed\'s own engine'
 
 
 class SizeDecision:
@@ -88,8 +91,13 @@ class SizeDecision:
             f"mode, where a product gains from {rule.macs:.2g} multiply-adds on ({width:,} x {width:,}); "
             '"linear": {"min_size": 0} puts all into FP8'
         )
-        states = self._engine.fp8.config.optimizer.states
-        return text if num_small < num else f"{text}; {_NONE_LEFT[states]}"
+        if num_small < num:
+            return text
+        if self._engine.fp8.config.optimizer.states == "fp8":
+            return f"{text}; {_GAINS['states']}"
+        zero = self._engine.optimizer
+        has_step = isinstance(zero, OnePass) and zero._fp8_is_adam
+        return f"{text}; {_GAINS['step' if has_step else 'nothing']}: {_INSTEAD}"
 
 
 def num_tokens_of(batch: Any) -> int:

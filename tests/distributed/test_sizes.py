@@ -79,6 +79,31 @@ def test_the_longest_batch_decides_and_rank_0_says_so() -> None:
     training.destroy(engine)
 
 
+@pytest.mark.parametrize(
+    ("stage", "optimizer", "others", "words"),
+    [
+        (2, "AdamW", STATES, "by its FP8 states alone"),
+        (2, "AdamW", {}, "by its step of Adam alone: set"),
+        (3, "AdamW", {"without_deepspeed_fixes": ["adam_step"]}, "nothing is gained: set"),
+        (2, "Adagrad", {}, "nothing is gained: set"),
+    ],
+)
+@on_ranks(1)
+def test_where_none_is_left_in_fp8_rank_0_says_what_may_still_gain(
+    stage: int, optimizer: str, others: dict[str, Any], words: str
+) -> None:
+    config = training.ds_config(stage, block_of("tensorwise", ALL, **others), zero_allow_untested_optimizer=True)
+    if optimizer != "AdamW":
+        config["optimizer"] = {"type": optimizer, "params": {"lr": 1e-3}}
+    engine = training.build(config, {"num_blocks": 2})
+    with training.log_lines() as said:
+        training.train(engine, 1)
+    assert in_bf16(engine) == sorted(["lm_head", *BLOCKS])
+    (line,) = [line for line in said if "too small to gain" in line]
+    assert "5 of 5 linears" in line and words in line
+    training.destroy(engine)
+
+
 @pytest.mark.parametrize(("stage", "fp8"), [(1, STATES), pytest.param(2, {}, marks=pytest.mark.slow), (3, {})])
 @on_ranks(2)
 def test_resume_is_exact_and_evaluates_as_before(stage: int, fp8: dict[str, Any], folder: str) -> None:

@@ -52,6 +52,7 @@ class Rank:
         self.precision = LayerPrecision(self.model, lambda names: None, ScheduleConfig(), None, self.said.append)
         self.engine = SimpleNamespace(
             module=self.model,
+            optimizer=None,
             device=torch.device(device),
             is_compiled=False,
             global_steps=0,
