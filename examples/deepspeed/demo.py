@@ -190,6 +190,10 @@ def main() -> None:
         raise SystemExit("Stopped; start it again at any time.") from None
     console.print(comparison(results))
     if args.steps >= MIN_STEPS:
+        num_fp8, num = (int(results["FP8"].report[key]) for key in ("num_fp8_linears", "num_linears"))
+        if num_fp8 != num - 1:
+            raise SystemExit(f"Expected all {num} linears but the head in FP8, got {num_fp8}.")
+        console.print(f"{num_fp8} of {num} linears are in FP8: all but the head.")
         console.print(
             "Bytes are of the step in the middle. The last 3 % of the steps and the held-out loss are in bf16 in both."
         )

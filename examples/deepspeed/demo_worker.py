@@ -52,6 +52,10 @@ def main() -> None:
             yield
         report["gathered_bytes"] = gathered.num_bytes
         report["resident_weight_bytes"] = resident_weight_bytes(engine)
+        report["num_linears"] = sum(isinstance(module, torch.nn.Linear) for module in engine.module.modules())
+        if hasattr(engine, "fp8_report"):
+            precision = engine.fp8.precision
+            report["num_fp8_linears"] = len(precision.names) - len(precision.in_bf16)
 
     engine = train(args, around_middle_step=measure)
     report["num_params"] = sum(getattr(param, "ds_numel", param.numel()) for param in engine.module.parameters())

@@ -503,6 +503,7 @@ def one_key(out: Path, stage: int, kind: str = "whole") -> None:
     block = engine.fp8.config
     assert (block.preset, block.linear.recipe, block.activations.fused) == ("auto", "delayed", True)
     assert (block.schedule.bf16_last_fraction, block.schedule.total_steps) == (0.03, 24)
+    assert engine.is_compiled == (kind == "compiled")
     num_layers = len(engine.fp8.precision.names)
     assert nums == [0] * 23 + [num_layers] and num_layers > 0
     expected = masters(engine)

@@ -77,6 +77,10 @@ def test_demo_compares_fp8_with_bf16(
     # Half, but for embedding, head and norms, which stay bf16 (a quarter of so small a model).
     assert fp8["gathered_bytes"] < 0.7 * bf16["gathered_bytes"]
     assert fp8["num_params"] == bf16["num_params"]
+    assert (fp8["num_fp8_linears"], fp8["num_linears"]) == (14, 15)  # seven in each of two blocks
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit, match="all 15 linears but the head"):
+        patch.setattr(demo, "run", lambda name, *_: demo.Result([1.0], 1.0, 1.0, {**bf16, "num_fp8_linears": 13}))
+        demo.main()
 
 
 def test_parity_trains_pairs_of_runs_once_and_compares_them(
