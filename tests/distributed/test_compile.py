@@ -228,9 +228,9 @@ def test_compiled_trains_to_the_bits_of_eager(
             assert compiled["graphs"] == (2 if fp8 == DELAYED else 1)
 
 
-def losses_and_masks(fp8: dict[str, Any], is_compiled: bool, num_steps: int = 5) -> dict[str, Any]:
+def losses_and_masks(stage: int, fp8: dict[str, Any], is_compiled: bool, num_steps: int = 5) -> dict[str, Any]:
     """Of batches with and without padding, in eager or in graphs; and what an engine leaves when it is destroyed."""
-    engine = build(2, fp8)
+    engine = build(stage, fp8)
     masks: list[bool] = []
     sdpa = torch._C._nn.scaled_dot_product_attention
 
@@ -258,12 +258,13 @@ def losses_and_masks(fp8: dict[str, Any], is_compiled: bool, num_steps: int = 5)
     return {"losses": losses, "masks": masks, "num_hooks": num_hooks}
 
 
-def test_an_engine_makes_no_mask_where_none_is_needed(ranks: Any) -> None:
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
+def test_an_engine_makes_no_mask_where_none_is_needed(ranks: Any, stage: int) -> None:
     """Neither without a mask nor with one of ones, for which padding makes another graph; unless that is switched off,
     and as stock DeepSpeed trains."""
     pytest.importorskip("transformers")
     without = {"without_deepspeed_fixes": ["attention_masks"]}
-    runs = [({}, False), (without, False), ({}, True), (without, True, 1)]
+    runs = [(stage, {}, False), (stage, without, False), (stage, {}, True), (stage, without, True, 1)]
     found = [ranks(1).run(losses_and_masks, *run)[0] for run in runs]
     eager, eager_without, compiled, compiled_without = found
     assert compiled["masks"] == [False, True] and compiled_without["masks"] == [True]
@@ -376,6 +377,11 @@ def test_logits_beside_a_compiled_loss_raise_in_a_backward_and_have_their_gradie
         engine.backward(output.loss + output.logits.float().square().mean())
     training.destroy(engine)
     assert own == engine.module.forward
+    engine = build(2, {"without_deepspeed_fixes": ["logits_gradient"]})
+    own = engine.module.forward
+    engine.compile(backend="aot_eager")
+    assert own == engine.module.forward
+    training.destroy(engine)
     engine = build(2, {})
     engine.compile(backend="aot_eager")
     engine.backward(engine(input_ids=tokens).logits.float().square().mean())
