@@ -52,6 +52,7 @@ DeepSpeedFix = Literal[
     "group_timeout",
     "hook_signatures",
     "hook_tracing",
+    "logits_gradient",
     "max_live_parameters",
     "overflow_check",
     "reduce_scatter",

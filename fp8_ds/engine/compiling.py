@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from fp8_ds.engine.patches import RECORD
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.ops._register import register
 
@@ -27,15 +28,16 @@ _SHARED = re.compile(r"\.fp8_recipe\.(shared|history|grad_format)$")
 
 
 def allow_more_graphs() -> None:
-    """Raise torch.compile's limit of graphs of one function from 8, its default, to 32, for good and the whole process.
+    """Raise torch.compile's limit of graphs of one function from 8, its default, to 32, for the whole process, until
+    `fp8_ds.uninstall()`; an engine that outlives that leaves it as it is.
 
     Under ZeRO-3 all decoder layers are one function: delayed scales, layers in bf16, evaluation, samples of the monitor
     and phases of the schedule make seven graphs of it as a rule, and a ninth would send it to eager.
     """
     import torch._dynamo
 
-    if torch._dynamo.config.recompile_limit == 8:
-        torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    if torch._dynamo.config.recompile_limit == 8 and RECORD.patches:
+        RECORD.set(torch._dynamo.config, "recompile_limit", RECOMPILE_LIMIT)
 
 
 def without_fixed(compile_kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -198,5 +200,6 @@ class _Detached(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         raise UnsupportedError(
             "logits: expected no gradient of the logits that a compiled model returns beside its loss, got one. Leave "
-            "labels out of the batch, and compute the whole loss from the logits, which have a gradient then."
+            "labels out of the batch, and compute the whole loss from the logits, which have a gradient then; or set "
+            '"without_deepspeed_fixes": ["logits_gradient"].'
         )

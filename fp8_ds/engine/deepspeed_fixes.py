@@ -1,4 +1,4 @@
-"""Repairs of DeepSpeed, and one of transformers, that have nothing to do with FP8, each with a switch.
+"""Repairs of DeepSpeed, one of transformers and one of torch.compile, each with a switch; none has to do with FP8.
 
 An FP8 run shall differ from a bf16 run by FP8 alone: a name in `fp8.without_deepspeed_fixes` leaves a repair out, and
 DeepSpeed's own code runs. Each is a function that is called once, or a mix-in between our class and DeepSpeed's that is
@@ -12,7 +12,7 @@ These repairs stay where they are, without a switch:
 - They mend our own code only: handles that are waited for together (zero/sharded.py), a last report after
   `destroy_process_group` (monitor/sinks.py). With one rank our own step reads gradients without a bucket
   (zero/stage12.py); of fp32 states `adam_step` leaves both out.
-- They are of torch.compile (compiling.py) or of Liger's loss (liger_loss.py).
+- They are others of torch.compile (compiling.py) or of Liger's loss (liger_loss.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from fp8_ds.comm.reduce_scatter import reduce_scatter_shares
 from fp8_ds.config import DeepSpeedFix, Fp8Config
-from fp8_ds.engine import attention_masks, leaf_modules
+from fp8_ds.engine import attention_masks, compiling, leaf_modules
 from fp8_ds.tp.group import device_of
 from fp8_ds.zero.one_pass import OnePassStage3, OnePassStage12
 
@@ -94,6 +94,12 @@ def before_compiling(engine: Any, has_new_leaves: bool = False) -> str | None:
     return line
 
 
+def after_compiling(engine: Any) -> None:
+    """Apply the repairs of an engine in FP8 that has compiled its model."""
+    if engine.fp8.config.has_fix("logits_gradient"):
+        detach_logits(engine)
+
+
 def disable_timer_sync(config: Any) -> None:
     """`timer_sync`: keep the throughput timer from emptying the device's queue twice a step, unless its key is set.
 
@@ -113,6 +119,15 @@ def make_fewer_masks(engine: Any) -> None:
     handles = attention_masks.make_fewer_masks(engine.module)
     engine._fp8_hooks += handles
     engine._fp8_drops_full_masks = bool(handles) and attention_masks.is_causal_model(engine.module)
+
+
+def detach_logits(engine: Any) -> None:
+    """`logits_gradient`: let logits beside a loss leave the graph of a compiled model without a gradient, until the
+    engine is destroyed (compiling.py). In ZeRO-3 a graph ends behind the head, and logits are no output of the loss's.
+    """
+    is_new = not any(isinstance(hook, compiling.DetachedLogits) for hook in engine._fp8_hooks)
+    if is_new and not engine.zero_optimization_partition_weights():
+        engine._fp8_hooks.append(compiling.DetachedLogits(engine.module))
 
 
 def use_default_timeout(group: Any) -> None:

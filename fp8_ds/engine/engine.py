@@ -122,10 +122,8 @@ class Fp8Engine(Fp8Checkpoints):
         super().compile(*given.args, **given.kwargs)  # type: ignore[misc]
         if self._fp8_step_callbacks is not None:
             self._fp8_step_callbacks.sizes.reopen()
-        # In ZeRO-3 a graph ends behind the head, and logits are no output of the loss's.
-        is_new = not any(isinstance(hook, compiling.DetachedLogits) for hook in self._fp8_hooks)
-        if self.fp8 is not None and is_new and not self.zero_optimization_partition_weights():
-            self._fp8_hooks.append(compiling.DetachedLogits(self.module))
+        if self.fp8 is not None:
+            deepspeed_fixes.after_compiling(self)
 
     def set_layer_precision(self: Any, names: str | Collection[str], precision: Request) -> list[str]:
         """Set the precision of layers from the next step on, whatever the schedule; "schedule" follows it again.

@@ -19,9 +19,10 @@ from support.models import Llama
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
-from fp8_ds.config import LinearConfig
+from fp8_ds.config import Fp8Config, LinearConfig
 from fp8_ds.engine import compiling
 from fp8_ds.engine.compiling import keep_tables
+from fp8_ds.engine.patches import PatchRecord
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.nn.plan.convert import apply_plan
 from fp8_ds.nn.plan.plan import make_plan
@@ -54,13 +55,24 @@ class Stock:
 
 
 @pytest.mark.parametrize("is_in_fp8", [False, True])
-def test_an_engine_in_fp8_compiles_with_the_filter_and_more_graphs_and_another_does_not(is_in_fp8: bool) -> None:
+def test_an_engine_in_fp8_compiles_with_the_filter_and_more_graphs_and_another_does_not(
+    is_in_fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`fp8_ds.uninstall()` sets the limit back; a limit that a user has set stays, and torch's own after that."""
     from fp8_ds.engine.engine import Fp8Engine
 
-    engine: Any = object.__new__(type("Engine", (Fp8Engine, Stock), {"fp8": object() if is_in_fp8 else None}))
-    with torch._dynamo.config.patch(recompile_limit=8):
-        engine.compile("eager", {"dynamic": False}, schedule=1)
-        assert torch._dynamo.config.recompile_limit == (compiling.RECOMPILE_LIMIT if is_in_fp8 else 8)
+    record = PatchRecord()
+    monkeypatch.setattr(compiling, "RECORD", record)
+    context = SimpleNamespace(config=Fp8Config.from_block({"enabled": True})) if is_in_fp8 else None
+    engine: Any = object.__new__(type("Engine", (Fp8Engine, Stock), {"fp8": context}))
+    for is_installed, before, after in ((False, 8, 8), (True, 9, 9), (True, 8, 32 if is_in_fp8 else 8)):
+        if is_installed:
+            record.set({"initialize": 0}, "initialize", 1)
+        with torch._dynamo.config.patch(recompile_limit=before):
+            engine.compile("eager", {"dynamic": False}, schedule=1)
+            assert torch._dynamo.config.recompile_limit == after
+            record.undo()
+            assert torch._dynamo.config.recompile_limit == before
     backend, given, schedule = engine.given
     assert (backend, given.pop("dynamic"), schedule) == ("eager", False, 1)
     assert ("guard_filter_fn" in given["options"]) if is_in_fp8 else given == {}

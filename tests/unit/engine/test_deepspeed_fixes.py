@@ -16,6 +16,7 @@ from fp8_ds.errors import ConfigError
 
 CALLED_ONCE = {
     "make_fewer_masks": "attention_masks",
+    "detach_logits": "logits_gradient",
     "disable_timer_sync": "timer_sync",
     "use_default_timeout": "group_timeout",
     "raise_max_live_parameters": "max_live_parameters",
@@ -65,6 +66,7 @@ def applied(monkeypatch: pytest.MonkeyPatch, without: list[str]) -> set[str]:
             found |= {MIXED_IN[mixin] for mixin in deepspeed_fixes.mixins(host, config, 0.0)}
         deepspeed_fixes.finish(engine, engine.optimizer)
         deepspeed_fixes.before_compiling(engine)
+        deepspeed_fixes.after_compiling(engine)
         if engine._common_checkpoint_state()["checkpoint_parallel_dimensions"] == {"tp_degree": 1}:
             found.add("tp_degree")
     return found
