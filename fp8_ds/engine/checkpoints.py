@@ -103,9 +103,12 @@ class Fp8Checkpoints:
         writes = self.save_non_zero_checkpoint or isinstance(self, PipelineEngine)
         with self.optimizer.fp8_export(writes) if self.fp8 is not None else nullcontext():
             saved = save_whole(self, save_dir, tag, save_latest, write)
+        self._fp8_note_save()
+        return saved
+
+    def _fp8_note_save(self) -> None:
         if self._fp8_step_callbacks is not None:
             self._fp8_step_callbacks.note_save()
-        return saved
 
     def _common_checkpoint_state(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return DeepSpeed's entries of a model file, with the number of tensor-parallel ranks."""
@@ -131,8 +134,7 @@ class Fp8Checkpoints:
         if self.fp8 is None:
             return super().save_16bit_model(save_dir, save_filename, *args, **kwargs)  # type: ignore[misc]
         refuse_one_ranks_part(self.module, self.autotp_size(), "save_16bit_model")
-        if self._fp8_step_callbacks is not None:
-            self._fp8_step_callbacks.note_save()
+        self._fp8_note_save()
         with self.optimizer.fp8_export(ds_comm.get_rank() == 0), as_file_errors(Path(save_dir, save_filename)):
             return super().save_16bit_model(save_dir, save_filename, *args, **kwargs)  # type: ignore[misc]
 
@@ -144,6 +146,7 @@ class Fp8Checkpoints:
         """
         if self.fp8 is not None:
             refuse_one_ranks_part(self.module, self.autotp_size(), "_zero3_consolidated_16bit_state_dict")
+            self._fp8_note_save()
         return super()._zero3_consolidated_16bit_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def _replace_module_consolidated_state_dict(self: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from support.ranks import on_ranks
 from fp8_ds.config import Fp8Config
 from fp8_ds.config.presets import Facts
 from fp8_ds.engine.bf16_memory import Bf16Memory, Memory
+from fp8_ds.engine.patches import patch_accelerate
 
 pytestmark = pytest.mark.distributed
 
@@ -194,30 +196,49 @@ def test_a_second_checkpoint_brings_its_own_settings(ranks: Any, tmp_path: Path)
     assert ranks(2).run(loaded_twice, old, new)[0] == (straight[3:], "delayed")
 
 
-def ended_early(folder: str, steps: int, saves: bool) -> list[str]:
+def ended_early(folder: str, steps: int, save: str, stage: int = 2) -> list[str]:
     lines = Lines()
-    engine = training.build(config(2, AUTO, **scheduler(20)))
+    gathers = {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}}
+    engine = training.build(config(stage, AUTO, **scheduler(20), **gathers))
     training.train(engine, steps)
-    if saves:
-        engine.save_checkpoint(folder)
+    if save == "accelerate":
+        from accelerate import Accelerator, DistributedType
+
+        patch_accelerate()
+        accelerator: Any = SimpleNamespace(deepspeed_config=engine._config._param_dict)
+        accelerator.distributed_type, accelerator.unwrap_model = DistributedType.DEEPSPEED, lambda model: model.module
+        Accelerator.get_state_dict(accelerator, engine)
+    elif save:
+        getattr(engine, save)(folder)
     training.destroy(engine)
     lines.close()
     return lines.having("before the bf16 steps")
 
 
 def test_a_run_that_ends_before_its_bf16_steps_says_so_once(ranks: Any, tmp_path: Path) -> None:
-    assert len(ranks(1).run(ended_early, str(tmp_path), 4, True)[0]) == 1
-    assert ranks(1).run(ended_early, str(tmp_path), 4, False)[0] == []
-    assert ranks(1).run(ended_early, str(tmp_path), 20, True)[0] == []
+    assert len(ranks(1).run(ended_early, str(tmp_path), 4, "save_checkpoint")[0]) == 1
+    assert ranks(1).run(ended_early, str(tmp_path), 4, "")[0] == []
+    assert ranks(1).run(ended_early, str(tmp_path), 20, "save_checkpoint")[0] == []
 
 
-def without_room(stage: int, fp8: dict[str, Any]) -> tuple[list[int], list[str], dict[str, Any]]:
+@pytest.mark.parametrize(("stage", "save"), [(2, "save_16bit_model"), (2, "accelerate"), (3, "accelerate")])
+def test_a_model_alone_is_a_save_too(ranks: Any, tmp_path: Path, stage: int, save: str) -> None:
+    """Also by Trainer, whose `save_model` goes through Accelerate."""
+    pytest.importorskip("accelerate")
+    assert len(ranks(1).run(ended_early, str(tmp_path), 4, save, stage)[0]) == 1
+
+
+def without_room(stage: int, fp8: dict[str, Any], folder: str = "") -> tuple[list[int], list[str], dict[str, Any]]:
     original, made = Bf16Memory.of, Memory(40, 85, 100)
     Bf16Memory.of = classmethod(lambda cls, engine: cls(10, lambda: made, lambda: None))  # type: ignore[method-assign, assignment]
     lines, nums = Lines(), []
     try:
-        engine = training.build(config(stage, fp8, **scheduler(20)))
-        for step in range(20):
+        engine, first = training.build(config(stage, fp8, **scheduler(20))), 0
+        if folder:  # of 3 steps
+            training.train(engine, 1)
+            engine.load_checkpoint(folder)
+            first = 3
+        for step in range(first, 20):
             nums.append(engine.fp8_report()["num_layers_in_bf16"])
             training.train(engine, 1, step)
         block = engine.fp8.config.to_state()
@@ -229,13 +250,16 @@ def without_room(stage: int, fp8: dict[str, Any]) -> tuple[list[int], list[str],
 
 
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_last_steps_that_do_not_fit_are_ends_in_bf16_from_then_on(ranks: Any, stage: int) -> None:
+def test_last_steps_that_do_not_fit_are_ends_in_bf16_from_then_on(ranks: Any, tmp_path: Path, stage: int) -> None:
     (nums, told, schedule), (others, told_there, _) = ranks(2).run(without_room, stage, AUTO)
     assert nums == others == [0] * 5 + [4] * 15
     assert len(told) == 1 and told_there == []
     assert schedule["layers"] == {"blocks.0.": "bf16", "blocks.2.": "bf16"} and not schedule["bf16_last_fraction"]
     written = {"schedule": {"layers": {"blocks.1.up": "bf16"}}}
     assert ranks(1).run(without_room, stage, written)[0][0] == [1] * 5 + [5] * 15
+    ranks(1).run(saved, stage, AUTO, str(tmp_path), 3, scheduler(20), False)
+    nums, told, _ = ranks(1).run(without_room, stage, AUTO, str(tmp_path))[0]
+    assert nums == [0] * 5 + [4] * 12 and len(told) == 1  # judged anew after a load
 
 
 def compiled_then_loaded(folder: str) -> tuple[list[float], str]:
