@@ -294,7 +294,7 @@ def test_caches_and_generation_are_transformers_own(family: str, padding: int) -
             rest = model(input_ids=IDS[:, 7:], use_cache=True, past_key_values=cache, **given)
             made = [
                 model.generate(IDS, attention_mask=mask(left=padding), max_new_tokens=4, do_sample=False, **more)
-                for more in ({"use_cache": True}, {"use_cache": False})
+                for more in ({"use_cache": True}, {"use_cache": False}, {"cache_implementation": "static"})
             ]
         return [start.logits, rest.logits, *made]
 
