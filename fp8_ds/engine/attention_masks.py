@@ -11,10 +11,11 @@ count tokens from 0, so that nothing is packed. That holds in graphs and in eage
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from fp8_ds.attention.huggingface import attention_modules
 from fp8_ds.engine.patches import RECORD
 
 _SDPA, _FIND = "sdpa", "find_packed_sequence_indices"
+_MASK, _IS_FULL = "attention_mask", "_fp8_ds_is_full"
+"""Of a batch, and of a mask that Accelerate has moved: the mask's version then, if it was all ones."""
 
 
 class CausalMasks:
@@ -93,6 +96,7 @@ def make_fewer_masks(model: nn.Module) -> list[RemovableHandle]:
     found = list(_causal_models(model))
     if not found or not _patch():
         return []
+    _mark_full_masks()
     return [
         hook
         for module in found
@@ -116,6 +120,35 @@ def _patch() -> bool:
     RECORD.set(masks, _SDPA, ours)
     RECORD.set(masking, _FIND, ours.find_packed_sequence_indices)
     return True
+
+
+def _mark_full_masks() -> None:
+    """Let Accelerate's data loaders, which Trainer's are, look at a mask before it leaves the CPU, once: on a device
+    nobody can ask it without waiting. Tested: accelerate 1.15.0."""
+    loading: Any = sys.modules.get("accelerate.data_loader")
+    send = getattr(loading, "send_to_device", None)
+    if send is None or hasattr(send, "fp8_ds_original"):
+        return
+
+    @functools.wraps(send)
+    def look_and_send(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        before = batch.get(_MASK) if isinstance(batch, Mapping) else None  # BatchEncoding is moved in place
+        is_full = type(before) is Tensor and before.device.type == "cpu" and _is_full(before)
+        moved = send(batch, *args, **kwargs)
+        if is_full and not moved[_MASK].is_inference():
+            setattr(moved[_MASK], _IS_FULL, moved[_MASK]._version)
+        return moved
+
+    look_and_send.fp8_ds_original = send  # type: ignore[attr-defined]
+    RECORD.set(loading, "send_to_device", look_and_send)
+
+
+def _is_full(mask: Tensor) -> bool:
+    """Whether a mask is known to be all ones, without waiting for a device."""
+    if mask.device.type == "cpu":
+        return bool((mask == 1).all())
+    version = getattr(mask, _IS_FULL, None)
+    return version is not None and version == mask._version
 
 
 def _causal_models(model: nn.Module) -> Iterator[nn.Module]:
@@ -147,7 +180,7 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             kwargs = without_full_mask(args, kwargs)
         ours.now.is_plain = (
             len(args) < 2  # as transformers calls its models; by position any argument could follow
-            and kwargs.get("attention_mask") is None
+            and kwargs.get(_MASK) is None
             and kwargs.get("position_ids") is None
             and not torch.compiler._is_exporting_flag
             and not torch._C._get_tracing_state()
@@ -170,24 +203,25 @@ def _ours() -> CausalMasks | None:
 
 
 def without_full_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return a model's keyword arguments, without a mask of ones on the CPU where there is no cache and no position.
+    """Return a model's keyword arguments, without a mask of ones where there is no cache and no position.
+
+    A mask that is on a device is one of ones if an Accelerate data loader has moved it there and nobody has written it.
 
     Args:
         args, kwargs: the model's; its tokens are the first, or `input_ids` or `inputs_embeds`.
     """
-    mask, tokens = kwargs.get("attention_mask"), args[0] if args else kwargs.get("input_ids")
+    mask, tokens = kwargs.get(_MASK), args[0] if args else kwargs.get("input_ids")
     if tokens is None:
         tokens = kwargs.get("inputs_embeds")
     if (
         type(mask) is not Tensor
-        or mask.device.type != "cpu"
         or not isinstance(tokens, Tensor)
         or len(args) > 1
         or mask.dim() != 2
         or mask.shape != tokens.shape[:2]
         or any(kwargs.get(name) is not None for name in ("position_ids", "past_key_values", "cache"))
         or torch._C._get_tracing_state()
-        or not bool((mask == 1).all())
+        or not _is_full(mask)
     ):
         return kwargs
-    return {name: value for name, value in kwargs.items() if name != "attention_mask"}
+    return {name: value for name, value in kwargs.items() if name != _MASK}
