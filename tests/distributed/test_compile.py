@@ -359,7 +359,8 @@ def test_compile_makes_decoder_layers_leaves_as_leaf_module_in_the_configuration
         assert (made["graphs"], made["leaves"], made["left"]) == (named["graphs"], layers, named["left"])
         assert made["prefetched"] == named["prefetched"] == a_layer
         if stance == "default":
-            assert made["graphs"] < none["graphs"] and made["breaks"] <= none["breaks"]
+            assert made["breaks"] <= none["breaks"]
+            assert made["graphs"] < none["graphs"] or checkpointing  # which breaks the graph at every layer in any case
         else:
             assert made["graphs"] > 0 == none["graphs"]
         assert (made["leaves_at_end"], none["leaves"], none["prefetched"]) == (0, [], 50_000_000)
