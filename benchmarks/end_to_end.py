@@ -19,7 +19,7 @@ tenths of a per cent, whatever differs between them, where the model learns to c
 
 `--base FILE`: the reference is not trained again; the losses are compared with those of its runs in that file, which
 must have the same text, seeds, model and steps. Their speed is not: machines differ. With `--trunk-steps` the arms then
-begin from another trunk than that reference, which parts held-out losses by 0.1 to 0.2 %: train it again for a verdict.
+begin from another trunk than that reference, whose held-out loss was 0.03 to 0.34 % away: train it again for a verdict.
 
 An arm that fails is recorded with the end of its log, one that no longer fits into `--budget` is left out with a line,
 the rest goes on. With several GPUs, arms that need one each run side by side; with `--per-gpu N` so do N on each GPU,

@@ -241,7 +241,7 @@ def make_spec(run: Run, text: Path) -> dict[str, Any]:
 
 
 def environment(gpu: int) -> dict[str, str]:
-    """Of the one rank of a run on one GPU, as a launcher would make it."""
+    """Return the environment of the one rank of a run on one GPU, as a launcher would make it."""
     env = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
     env |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])}

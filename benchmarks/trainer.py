@@ -101,7 +101,7 @@ def summary(rows: Sequence[tuple[int, float, float, float | None]], said: Sequen
     seconds of the first four steps, in which all is compiled but what the last steps need.
 
     Args:
-        rows: of trainer_run.py's `Clock`.
+        rows: written by trainer_run.py's `Clock`.
         said: lines of fp8_ds in the log.
     """
     found = re.findall(r"\(bf16_last_fraction: from step (\d+)\)", "\n".join(said))
@@ -147,8 +147,10 @@ def measure(runs: Sequence[Run], state: dict[str, Any], path: Path, text: Path, 
         gpu, left = free.get(), args.end - time.monotonic()
         alike = [found.get(one.name) for one in runs if (one.mode, one.is_ours) == (run.mode, run.is_ours)]
         needed = max([result["wall_s"] for result in alike if is_good(result)] or [EXPECTED[run.mode]])
-        code, result = run_one(run, gpu, text, min(left, LIMIT), args) if left > needed else (ENDED, {})
-        free.put(gpu)
+        try:
+            code, result = run_one(run, gpu, text, min(left, LIMIT), args) if left > needed else (ENDED, {})
+        finally:
+            free.put(gpu)
         if not result or (code == ENDED and left < LIMIT):
             print(f"{run.name}: left out, {left:.0f} s were left", flush=True)
             return
@@ -163,7 +165,7 @@ def measure(runs: Sequence[Run], state: dict[str, Any], path: Path, text: Path, 
 
 
 def cells(row: Sequence[Any], state: Mapping[str, Any]) -> list[str]:
-    """Of a line of the table, as far as they are known."""
+    """Return the cells of a line of the table, as far as they are known."""
     bf16, ours = (state["runs"].get(Run(*row, is_ours).name) for is_ours in (False, True))
     about = [row[0], str(row[1]), row[2] + (", checkpointing" if row[3] == "checkpointed" else "")]
     if wrong := [result["error"] for result in (bf16, ours) if result is not None and "error" in result]:

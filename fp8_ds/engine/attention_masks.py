@@ -26,8 +26,10 @@ from fp8_ds.attention.huggingface import attention_modules
 from fp8_ds.engine.patches import RECORD
 
 _SDPA, _FIND = "sdpa", "find_packed_sequence_indices"
-_MASK, _IS_FULL = "attention_mask", "_fp8_ds_is_full"
-"""Of a batch, and of a mask that Accelerate has moved: the mask's version then, if it was all ones."""
+_MASK = "attention_mask"
+"""Key of the mask in a batch."""
+_FULL_AT = "_fp8_ds_full_at_version"
+"""Attribute of a mask of ones that Accelerate has moved: its version then."""
 
 
 class CausalMasks:
@@ -123,8 +125,10 @@ def _patch() -> bool:
 
 
 def _mark_full_masks() -> None:
-    """Let Accelerate's data loaders, which Trainer's are, look at a mask before it leaves the CPU, once: on a device
-    nobody can ask it without waiting. Tested: accelerate 1.15.0."""
+    """Note in Accelerate's data loaders, which Trainer uses, whether a mask is all ones before it leaves the CPU.
+
+    Reading it on a device would make the host wait. Tested: accelerate 1.15.0.
+    """
     loading: Any = sys.modules.get("accelerate.data_loader")
     send = getattr(loading, "send_to_device", None)
     if send is None or hasattr(send, "fp8_ds_original"):
@@ -132,11 +136,12 @@ def _mark_full_masks() -> None:
 
     @functools.wraps(send)
     def look_and_send(batch: Any, *args: Any, **kwargs: Any) -> Any:
-        before = batch.get(_MASK) if isinstance(batch, Mapping) else None  # BatchEncoding is moved in place
+        before = batch.get(_MASK, None) if isinstance(batch, Mapping) else None  # BatchEncoding is moved in place
         is_full = type(before) is Tensor and before.device.type == "cpu" and _is_full(before)
         moved = send(batch, *args, **kwargs)
-        if is_full and not moved[_MASK].is_inference():
-            setattr(moved[_MASK], _IS_FULL, moved[_MASK]._version)
+        mask = moved.get(_MASK, None) if is_full and isinstance(moved, Mapping) else None
+        if type(mask) is Tensor and not mask.is_inference():
+            setattr(mask, _FULL_AT, mask._version)
         return moved
 
     look_and_send.fp8_ds_original = send  # type: ignore[attr-defined]
@@ -147,7 +152,7 @@ def _is_full(mask: Tensor) -> bool:
     """Whether a mask is known to be all ones, without waiting for a device."""
     if mask.device.type == "cpu":
         return bool((mask == 1).all())
-    version = getattr(mask, _IS_FULL, None)
+    version = getattr(mask, _FULL_AT, None)
     return version is not None and version == mask._version
 
 
@@ -205,7 +210,8 @@ def _ours() -> CausalMasks | None:
 def without_full_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return a model's keyword arguments, without a mask of ones where there is no cache and no position.
 
-    A mask that is on a device is one of ones if an Accelerate data loader has moved it there and nobody has written it.
+    A mask that is on a device is one of ones if an Accelerate data loader has moved it there and its version has not
+    changed since; writes into its `data` and collectives do not change it.
 
     Args:
         args, kwargs: the model's; its tokens are the first, or `input_ids` or `inputs_embeds`.

@@ -28,8 +28,9 @@ _SHARED = re.compile(r"\.fp8_recipe\.(shared|history|grad_format)$")
 
 
 def allow_more_graphs() -> None:
-    """Raise torch.compile's limit of graphs of one function from 8, its default, to 32, for the whole process, until
-    `fp8_ds.uninstall()`; an engine that outlives that leaves it as it is.
+    """Raise torch.compile's limit of graphs of one function from 8, its default, to 32, until `fp8_ds.uninstall()`.
+
+    With torch 2.13 the limit is that of this thread. An engine that outlives `uninstall()` leaves it as it is.
 
     Under ZeRO-3 all decoder layers are one function: delayed scales, layers in bf16, evaluation, samples of the monitor
     and phases of the schedule make seven graphs of it as a rule, and a ninth would send it to eager.
@@ -201,5 +202,5 @@ class _Detached(torch.autograd.Function):
         raise UnsupportedError(
             "logits: expected no gradient of the logits that a compiled model returns beside its loss, got one. Leave "
             "labels out of the batch, and compute the whole loss from the logits, which have a gradient then; or set "
-            '"without_deepspeed_fixes": ["logits_gradient"].'
+            '"without_deepspeed_fixes": ["logits_gradient"] in the "fp8" block.'
         )

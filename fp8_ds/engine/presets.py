@@ -172,8 +172,9 @@ def as_trained(config: Fp8Config, block: Mapping[str, Any], state: Mapping[str, 
     if config.preset is None or "preset" in block:
         return config
     saved: Mapping[str, Any] = state["config"]
-    recipes = {saved.get("linear", {}).get("recipe", config.linear.recipe), config.linear.recipe}
-    if len(recipes) > 1 and not recipes.issubset(_SAME_WEIGHTS):
+    recipe, saved_recipe = config.linear.recipe, saved.get("linear", {}).get("recipe", config.linear.recipe)
+    can_change = recipe in _SAME_WEIGHTS and (saved_recipe in _SAME_WEIGHTS or is_written(block, "linear", "recipe"))
+    if recipe != saved_recipe and not can_change:
         return config
     linear = {
         key: value

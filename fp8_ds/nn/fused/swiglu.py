@@ -215,7 +215,7 @@ class _FromKept:
         assert grad_product is not None
         fmt, scalings = self.recipes.gate.grad_format, self.scalings
         gate, up = self.factors
-        if len(gate) == 1:
+        if len(gate) == 1:  # outputs of our own products, contiguous
             columns, scale_inv, *grads = swiglu_backward_and_columns(
                 grad_product, gate[0], up[0], (FORMAT, fmt), scalings, amax=self.amax
             )

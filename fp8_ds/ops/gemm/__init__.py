@@ -125,7 +125,7 @@ def scaled_mm(
         `out_dtype` [M, N], contiguous, already out of FP8 (no scale left to apply).
 
     Raises:
-        ValueError: dtypes, shapes or backend other than these.
+        ValueError: dtypes, shapes or backend other than these; in a graph torch's RuntimeError with the same text.
     """
     arguments = (a_fp8, b_fp8, scale_inv_a, scale_inv_b, out_dtype, use_fast_accum, backend)
     if not torch.compiler.is_dynamo_compiling():  # it would trace all of it, and the op's fake checks the same

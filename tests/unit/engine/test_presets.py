@@ -129,6 +129,8 @@ def test_a_run_with_another_recipe_goes_on_so_too_and_one_that_takes_it_up_has_i
     without = Fp8Config.from_block({"enabled": True, "preset": None, **written})
     found = trained(written, facts, without.to_state())
     assert (found["linear"], "schedule" in found) == (resolved(without)["linear"], False)
+    changed = trained({"linear": {"recipe": "delayed"}}, facts, without.to_state())["linear"]
+    assert changed.get("grad_dtype") == resolved(without)["linear"].get("grad_dtype")
     assert trained(written, facts, SAVED) == resolved(Fp8Config.from_block({"enabled": True, **written}, facts))
 
 

@@ -16,6 +16,7 @@ from fp8_ds.nn.linear.recipe import InputCache
 from fp8_ds.nn.plan.convert import apply_plan
 from fp8_ds.nn.plan.plan import make_plan
 from fp8_ds.numerics.formats import E4M3
+from fp8_ds.ops.gemm import scaled_mm
 from fp8_ds.ops.quantize import quantize_tensorwise
 from fp8_ds.testing import assert_bitwise, sqnr_db
 
@@ -185,7 +186,24 @@ def test_a_backward_is_traced_once(recipe, monkeypatch):
     fuse_producers(net, ActivationsConfig(fused=True))
     if history is not None:
         history.update(torch.ones(history.num_slots))
-    torch.compile(net, backend="aot_eager", fullgraph=True)(torch.randn(6, 48).bfloat16()).sum().backward()
+    x, factors = torch.randn(6, 48).bfloat16().requires_grad_(), torch.randn(64, 6).bfloat16()
+    found = []
+    for run in (torch.compile(net, backend="aot_eager", fullgraph=True), net):
+        # The gradient of the output is a transposed view in both.
+        found.append(torch.autograd.grad((run(x).t() * factors).sum(), [x, *net.parameters()]))
+    assert_all_bitwise(*found)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_graph_refuses_arguments_by_their_names():
+    a, b, scale = (
+        torch.zeros(16, 32).to(torch.float8_e4m3fn),
+        torch.zeros(16, 32).to(torch.float8_e4m3fn),
+        torch.ones(3),
+    )
+    product = torch.compile(lambda: scaled_mm(a, b, scale, torch.ones(()), torch.bfloat16), backend="eager")
+    with pytest.raises(RuntimeError, match="scale_inv_a"):
+        product()
 
 
 def converted(recipe, fused):
