@@ -21,7 +21,7 @@ _GAINS = {
     "step": "none is left in FP8: the engine may gain by its step of Adam alone",
     "nothing": "none is left in FP8, and nothing is gained",
 }
-"""What is left to gain where no linear is in FP8."""
+"""Ends of the line for rank 0 where no linear is in FP8, by what else may gain."""
 _INSTEAD = 'set "optimizer": {"states": "fp8"}, or "enabled": false for DeepSpeed\'s own engine'
 
 
