@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.decorators import skip
 from torch.utils.hooks import RemovableHandle
 
 from fp8_ds.engine.patches import RECORD
@@ -159,7 +160,7 @@ class DetachedLogits:
         functools.update_wrapper(self, module.forward)  # Trainer reads its signature, liger_loss.py its module
         module.forward = self
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    @skip  # `torch.compiler.disable(recursive=False)` is the same, but Dynamo examines the frame in each step
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self._in_graph(*args, **kwargs)
         if self._module.training and _has_logits(output) and not output["logits"].requires_grad:

@@ -18,6 +18,7 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from support.models import Llama
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
 
 from fp8_ds.config import Fp8Config, LinearConfig
 from fp8_ds.engine import compiling
@@ -290,6 +291,18 @@ def test_logits_beside_a_loss_in_training_have_no_gradient_in_the_graph_and_all_
     assert_bitwise(run.logits, stock.logits)
     for name, gradient in run.gradients.items():
         assert_bitwise(gradient, stock.gradients[name])
+
+
+def test_no_frame_is_examined_again_in_a_compiled_step() -> None:
+    torch._dynamo.reset()
+    model = llama().train()
+    model.compile(backend="aot_eager")
+    compiling.DetachedLogits(model)
+    tokens, examined = torch.arange(LENGTH).view(1, LENGTH), []
+    for _ in range(3):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        examined.append(counters["frames"]["total"])
+    assert 0 < examined[1] == examined[2]
 
 
 def test_a_loss_of_logits_beside_the_models_own_raises_what_to_do_and_no_hook_sees_other_logits() -> None:
