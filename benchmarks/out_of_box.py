@@ -241,11 +241,14 @@ def make_spec(run: Run, text: Path) -> dict[str, Any]:
 
 
 def environment(gpu: int) -> dict[str, str]:
-    """Return the environment of the one rank of a run on one GPU, as a launcher would make it."""
+    """Return the environment of the one rank of a run, as a launcher would make it, on one GPU of those named here."""
     env = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
     env |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])}
-    return env | ({"CUDA_VISIBLE_DEVICES": str(gpu)} if uses_cuda() else {"DS_ACCELERATOR": "cpu"})
+    if not uses_cuda():
+        return env | {"DS_ACCELERATOR": "cpu"}
+    named = env.get("CUDA_VISIBLE_DEVICES")
+    return env | {"CUDA_VISIBLE_DEVICES": named.split(",")[gpu] if named else str(gpu)}
 
 
 def run_one(spec: Mapping[str, Any], stem: Path, gpu: int, limit: float) -> tuple[int, dict[str, Any], str]:

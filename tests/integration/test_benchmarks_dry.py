@@ -124,6 +124,19 @@ def test_rows_out_of_box_contain_every_pair(benchmark: Callable[[str], Any]) -> 
     assert len(set(names)) == len(names) and names[-1].endswith("compiled kept bf16")
 
 
+def test_runs_out_of_box_have_the_gpus_that_are_named(
+    benchmark: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = benchmark("out_of_box")
+    monkeypatch.setattr(script, "uses_cuda", lambda: True)
+    for named, expected in ((None, ["0", "1"]), ("5,3", ["5", "3"])):
+        if named is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+        assert [script.environment(gpu)["CUDA_VISIBLE_DEVICES"] for gpu in range(2)] == expected
+
+
 def test_steps_in_bf16_are_timed_apart(benchmark: Callable[[str], Any]) -> None:
     run, script = benchmark("out_of_box_run"), benchmark("out_of_box")
     blocks = [run.Block(last, 500.0 if last <= 40 else 10.0, last / 10, 4.0, 0) for last in range(4, 97, 4)]
