@@ -65,7 +65,7 @@ def test_llamas_are_estimated_within_half_a_percent_of_h200s(
 
 def test_one_key_is_estimated_within_half_a_percent_of_an_h200() -> None:
     """Qwen2 of 1.57 B parameters (its biases are none of a GiB), eager, 2 x 4096 tokens: benchmarks/results,
-    2026-11-29-out-of-box.json, "qwen2 4096 2 eager kept enabled", whose last steps are in bf16."""
+    2026-11-30-out-of-box.json, "qwen2 4096 2 eager kept enabled", whose last steps are in bf16."""
     block = {"enabled": True, "schedule": {"bf16_last_fraction": 0.03, "total_steps": 100}}
     spec = read_spec("llama-8b", ("num_hidden_layers=6", "vocab_size=32000"))
     found = estimate(spec, read_run(config(2) | {"fp8": block}, 1, 2, 4096))
