@@ -11,6 +11,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from statistics import fmean, median
@@ -29,6 +30,7 @@ LOSS_STEPS = 20
 def train(spec: Mapping[str, Any]) -> Iterator[tuple[Any, torch.Tensor | None]]:
     """The script of a user: yields (engine, None) when it is built, and then with the loss of each step."""
     import deepspeed
+    from deepspeed.runtime.lr_schedules import WarmupDecayLR
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if "fp8" in spec["ds_config"]:
@@ -40,7 +42,12 @@ def train(spec: Mapping[str, Any]) -> Iterator[tuple[Any, torch.Tensor | None]]:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     if spec["is_checkpointed"]:
         model.gradient_checkpointing_enable()
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=spec["ds_config"])
+    config, scheduler = dict(spec["ds_config"]), None
+    if spec["makes_scheduler"]:
+        scheduler = partial(WarmupDecayLR, **config.pop("scheduler")["params"])
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), lr_scheduler=scheduler, config=config
+    )
     if spec["compile"] is not None:
         engine.compile(**spec["compile"])
     yield engine, None
@@ -126,7 +133,7 @@ def phases(blocks: Sequence[Block], num_warm: int, scheduled: int) -> dict[str, 
 
     Returns:
         Medians of blocks, the largest peaks, None for what was not run; seconds that the first block took, and the one
-        in which layers went to bf16: what they compile is in them.
+        in which layers went to bf16: what they compile is in them; and the layers that were in bf16 before it.
     """
     usual = [block for block in blocks if num_warm < block.last_step <= scheduled - BLOCK]
     late = [block for block in blocks if block.last_step > scheduled + BLOCK]
@@ -139,6 +146,7 @@ def phases(blocks: Sequence[Block], num_warm: int, scheduled: int) -> dict[str, 
         "bf16_gib": round(max(block.peak_gib for block in late), 2) if late else None,
         "loss": round(fmean(losses), 4) if blocks[-1].last_step >= scheduled else None,
         "first_s": round(blocks[0].ms * BLOCK / 1000, 1),
+        "num_in_bf16": usual[-1].num_in_bf16,
         "switch_s": None if switch is None else round(switch.ms * BLOCK / 1000, 1),
     }
 

@@ -148,7 +148,7 @@ def test_steps_in_bf16_are_timed_apart(benchmark: Callable[[str], Any]) -> None:
     assert script.mean_ms(found) == pytest.approx(0.97 * 10 + 0.03 * 20)
     assert script.mean_ms(run.phases(blocks[:24], 40, 100)) == 10
     always = [block._replace(num_in_bf16=7) for block in blocks]  # too small for FP8
-    assert run.phases(always, 40, 100) == found | {"switch_s": None}
+    assert run.phases(always, 40, 100) == found | {"switch_s": None, "num_in_bf16": 7}
 
 
 def test_out_of_box_measures_what_is_missing(
@@ -162,14 +162,21 @@ def test_out_of_box_measures_what_is_missing(
     (row,) = (row for row in script.ROWS if row[:4] == ("gpt2", 4096, 2, "eager"))
     block = {"enabled": True, "schedule": {"bf16_last_fraction": 0.03}}
     monkeypatch.setattr(script, "ROWS", (row,))
-    monkeypatch.setattr(script, "SETTINGS", {"bf16": None, "enabled": block})
+    width, sizes = script.TINY
+    monkeypatch.setattr(script, "TINY", (width, sizes._replace(layers=3)))
+    unknown = row._replace(setting="fallback")
+    monkeypatch.setattr(script, "FALLBACK_ROWS", (unknown,))
+    monkeypatch.setattr(script, "SETTINGS", {"bf16": None, "enabled": block, "fallback": {"enabled": True}})
     monkeypatch.setattr(script, "STEPS_COMPILED_BF16", 28)
     run_main("out_of_box", "--cache", text_cache, "--out", tmp_path)
     (path,) = tmp_path.glob("*-out-of-box.json")
     state = json.loads(path.read_text())
     eager, ours, compiled = (state["runs"][run.name] for run in script.wanted([row]))
-    assert ours["bf16_ms"] > 0 and ours["plan"].startswith("fp8: 8 of 9 linears")
+    assert ours["bf16_ms"] > 0 and ours["plan"].startswith("fp8: 12 of 13 linears")
     assert eager["bf16_ms"] is None and eager["plan"] == "" and compiled["loss"] is None
+    fallback = state["runs"][unknown.name]
+    assert fallback["bf16_ms"] is None and fallback["num_in_bf16"] == 8 > ours["num_in_bf16"]
+    assert fallback["loss"] == pytest.approx(eager["loss"], rel=0.005)
     # The same weights and the same text.
     assert ours["loss"] == pytest.approx(eager["loss"], rel=0.005) and eager["loss"] < 5
     assert str(tmp_path) not in path.read_text()
@@ -182,6 +189,7 @@ def test_out_of_box_measures_what_is_missing(
     def run_one(spec: dict[str, Any], stem: Path, gpu: int, limit: float) -> tuple[int, dict[str, Any], str]:
         taken.append((gpu, spec["ds_config"].get("fp8")))
         result = {"step_ms": 2.0, "bf16_ms": 4.0, "gib": 1.0, "bf16_gib": 2.0, "loss": 4.0, "plan": "fp8: 8 of 9"}
+        result["num_in_bf16"] = 3
         return 0, {**result, "wall_s": 1.0}, "printed"
 
     monkeypatch.setattr(script, "run_one", run_one)
@@ -189,6 +197,7 @@ def test_out_of_box_measures_what_is_missing(
     assert taken == [(0, block)]
     ratio = eager["step_ms"] / (0.97 * 2 + 0.03 * 4)
     assert f"2.0, 4.0 | {ratio:.2f} (1.3) | {eager['step_ms'] / compiled['step_ms']:.2f} |" in printed
+    assert "8 of 9, 3 of them stay bf16" in printed
     assert "1 of 1 rows are measured: 1 are at least as fast, 1 reach their target" in printed
 
 
