@@ -115,5 +115,5 @@ def check_total(config: ScheduleConfig, total_steps: object) -> None:
 def matching(pattern: str, names: Collection[str]) -> list[str]:
     """Return the layer of exactly that name; else those in the module of that name, `layers.1.` with its dot; else all
     whose names contain it."""
-    inside = [name for name in names if pattern.endswith(".") and name.startswith(pattern)]
+    inside = [name for name in names if pattern.endswith(".") and f"{name}.".startswith(pattern)]
     return [pattern] if pattern in names else inside or [name for name in names if pattern in name]

@@ -92,7 +92,7 @@ class NameFilter:
 
     def _is_in(self, pattern: str, fqn: str) -> bool:
         if pattern in self._whole_names:
-            return fqn.startswith(pattern)
+            return f"{fqn}.".startswith(pattern)
         if not counts_from_the_end(pattern):
             return pattern in fqn
         end = r"(?!\d)" if _NUMBER_LAST.search(pattern) else ""  # digits do not go on where the pattern stops

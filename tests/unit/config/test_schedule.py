@@ -84,6 +84,7 @@ def test_a_name_means_its_own_layer_a_part_all_that_have_it_and_what_is_in_none_
     assert (matching("", NAMES), matching("head", NAMES)) == (NAMES, [])
     both = ["encoder.layers.1.up", *NAMES]
     assert matching("layers.1.", both) == ["layers.1.up", "layers.1.down"]  # the module at the root alone
+    assert matching("layers.1.up.", both) == ["layers.1.up"]  # and a layer itself
     assert matching("rs.1.", both) == both[:3]
     with pytest.raises(ConfigError, match=r"fp8\.schedule\.layers: .*'lm_head'"):
         schedule(layers={"lm_head": "bf16"})
