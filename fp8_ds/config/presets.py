@@ -26,12 +26,14 @@ class Facts:
             model has no list of layers.
         is_parallel: whether layers are tensor-parallel, so that their precision stays as it is.
         has_fa3: whether FlashAttention-3, with its backward, is installed and computes this model's attention.
+        head: whole name of the model's head, with a dot behind it, if it is not called lm_head.
     """
 
     num_steps: int | Literal["auto"] | None = None
     ends: Sequence[str] = ()
     is_parallel: bool = False
     has_fa3: bool = False
+    head: str = ""
 
     @property
     def has_last_steps(self) -> bool:
@@ -73,21 +75,22 @@ def _values(preset: Preset, block: Block, facts: Facts) -> dict[str, dict[str, A
         found = block.get(section)
         return found if isinstance(found, Mapping) else {}
 
-    linear = {"recipe": "delayed", "grad_dtype": "e4m3", "fast_accumulation": "output_and_grad_input"}
+    linear: dict[str, Any] = {"recipe": "delayed", "grad_dtype": "e4m3", "fast_accumulation": "output_and_grad_input"}
     if written("linear").get("recipe") == "blockwise":
         linear = {}  # its own defaults
     elif written("linear").get("backend") == "reference":
         linear["fast_accumulation"] = "output"
+    ends = facts.ends if facts.is_parallel and preset != "serve" else ()
+    if left := [name for name in (facts.head, *ends) if name]:
+        linear["filter_fqns"] = ["lm_head", *left]
+    if preset == "serve":
+        linear["weight_scales"] = "power_of_two"
     values: dict[str, dict[str, Any]] = {
         "linear": linear,
         "activations": {"fused": True},
         "guard": {"action": "report" if facts.is_parallel else "bf16"},
     }
     values["schedule"] = _schedule(preset, written("schedule"), facts)
-    if preset == "serve":
-        return values | {"linear": {**linear, "weight_scales": "power_of_two"}}
-    if facts.is_parallel and facts.ends:
-        values["linear"] = {**linear, "filter_fqns": ["lm_head", *facts.ends]}
     if preset == "fast":
         values["optimizer"] = {"states": "fp8", "master": "e4m11"}
         if written("optimizer").get("states") == "fp32":

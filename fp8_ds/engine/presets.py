@@ -79,6 +79,7 @@ def facts_of(
         () if model is None else ends_of(model),
         is_parallel,
         has_fa3=model is not None and device is not None and _takes_fa3(model, device),
+        head="" if model is None else head_of(model),
     )
 
 
@@ -131,6 +132,16 @@ def ends_of(model: nn.Module) -> tuple[str, ...]:
         return ()
     lists = (names_in_order(name, model.get_submodule(name), is_layer) for name in layer_lists(model, is_layer))
     return tuple(f"{name}." for names in lists if len(names) > 2 for name in (names[0], names[-1]))
+
+
+def head_of(model: nn.Module) -> str:
+    """Return the whole name, with a dot behind it, of the linear that transformers' model calls its output embeddings;
+    empty if there is none, or if it is an lm_head, which every preset leaves in bf16."""
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if callable(find) else None
+    names = (name for name, module in model.named_modules() if module is head)
+    name = next(names, "") if isinstance(head, nn.Linear) else ""
+    return f"{name}." if name and "lm_head" not in name else ""
 
 
 def _takes_fa3(model: nn.Module, device: torch.device) -> bool:

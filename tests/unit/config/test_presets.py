@@ -52,6 +52,15 @@ def test_each_preset_has_what_it_is_for() -> None:
     assert of({"preset": None}, KNOWN) == {}
 
 
+def test_a_head_of_another_name_stays_in_bf16_unless_the_key_is_written() -> None:
+    facts = Facts(1000, ENDS, head="rwkv.head.")
+    for preset in PRESETS:
+        assert of({"preset": preset}, facts)["linear"]["filter_fqns"] == ["lm_head", "rwkv.head."]
+    assert of({"linear": {"filter_fqns": ["x"]}}, facts)["linear"]["filter_fqns"] == ["x"]
+    both = of({}, Facts(1000, ENDS, is_parallel=True, head="rwkv.head."))["linear"]["filter_fqns"]
+    assert both == ["lm_head", "rwkv.head.", *ENDS]
+
+
 def test_tensor_parallel_layers_keep_their_precision() -> None:
     parallel = of({}, Facts(1000, ENDS, is_parallel=True))
     assert "schedule" not in parallel and parallel["guard"] == {"action": "report"}

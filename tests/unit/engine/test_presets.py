@@ -98,6 +98,25 @@ def test_ends_of_a_model_of_stages_are_its_first_and_last_block() -> None:
     assert ends("Mixtral", num_hidden_layers=3, num_key_value_heads=1, **experts) == ("layers.0.", "layers.2.")
 
 
+def test_a_head_is_found_whatever_it_is_called() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 32, "num_attention_heads": 1}
+
+    def model(name: str) -> nn.Module:
+        with torch.device("meta"):
+            made: nn.Module = transformers.AutoModelForCausalLM.from_config(
+                transformers.AutoConfig.for_model(name, **sizes)
+            )
+        return made
+
+    rwkv = model("rwkv")
+    assert facts_of({}, rwkv).head == "head."
+    block = {"enabled": True, "preset": "auto"}
+    linear = Fp8Config.from_block(block, facts_of({}, rwkv)).linear
+    assert [row.fqn for row in make_plan(rwkv, linear).layers if not row.converted] == ["head"]
+    assert facts_of({}, model("llama")).head == "" == facts_of({}, layers(3)).head == facts_of({}).head
+
+
 SAVED = {
     "linear": {"recipe": "tensorwise", "grad_dtype": "e5m2", "fast_accumulation": "output"},
     "schedule": {"bf16_last_fraction": 0.0, "total_steps": None, "layers": {}},
