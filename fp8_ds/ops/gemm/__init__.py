@@ -130,4 +130,28 @@ def scaled_mm(
     arguments = (a_fp8, b_fp8, scale_inv_a, scale_inv_b, out_dtype, use_fast_accum, backend)
     if not torch.compiler.is_dynamo_compiling():  # it would trace all of it, and the op's fake checks the same
         _checked(*arguments)
+    elif _is_plain(a_fp8, b_fp8, scale_inv_a, scale_inv_b, backend):
+        scales = {"scale_a": scale_inv_a, "scale_b": scale_inv_b}
+        product: Tensor = torch._scaled_mm(
+            a_fp8, b_fp8.t(), **scales, out_dtype=out_dtype, use_fast_accum=use_fast_accum
+        )
+        return product
     return _scaled_mm(*arguments)
+
+
+def _is_plain(a_fp8: Tensor, b_fp8: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, backend: str) -> bool:
+    """Whether a graph has torch's own operator, which it calls without Python: on CUDA, with nothing to pad or to copy.
+
+    A scale is not asked for its address, as eager mode does: those of this package are on cuBLASLt's grid
+    (`scale_vector`), or memory of their own.
+    """
+    return (
+        a_fp8.is_cuda
+        and backend == "torch"
+        and scale_inv_a.dim() == scale_inv_b.dim() == 0
+        and a_fp8.is_contiguous()
+        and b_fp8.is_contiguous()
+        and a_fp8.shape[1] == b_fp8.shape[1] > 0
+        and a_fp8.shape[1] % torch_backend.ALIGNMENT == b_fp8.shape[0] % torch_backend.ALIGNMENT == 0
+        and a_fp8.shape[0] > 0 < b_fp8.shape[0]
+    )

@@ -1,9 +1,11 @@
 """FP8 GEMM: both backends against float64, and the rules of CUDA held on CPU."""
 
 import sys
+from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.ops.gemm import BACKENDS, scaled_mm
@@ -111,3 +113,20 @@ def test_row_scales_on_a_cpu_that_takes_them_and_on_one_that_does_not(monkeypatc
     monkeypatch.setattr(module, "_CPU_HAS_ROWS", module._CPU_HAS_ROWS and has_rows)
     got = scaled_mm(a, b, row_a, row_b, torch.float32, "torch")
     torch.testing.assert_close(got.double(), truth(a, b, row_a, scale_inv_b), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("num_n", "is_padded"), [(32, False), (24, True)])
+def test_a_graph_on_cuda_has_torchs_own_product_where_nothing_is_padded(num_n: int, is_padded: bool) -> None:
+    found: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    with FakeTensorMode():
+        a, b = (torch.empty(rows, 32, dtype=E4M3.torch_dtype, device="cuda") for rows in (64, num_n))
+        scale = torch.empty((), dtype=torch.float32, device="cuda")
+        product = torch.compile(scaled_mm, backend=backend)(a, b, scale, scale, torch.bfloat16)
+    assert (product.shape, product.dtype, product.is_cuda) == ((64, num_n), torch.bfloat16, True)
+    ours, torchs = (any(name in target for target in found) for name in ("fp8_ds.scaled_mm", "method _scaled_mm"))
+    assert (ours, torchs) == (is_padded, not is_padded)
