@@ -17,7 +17,9 @@ each GPU has several at once, but whoever times a block has the GPU for itself: 
 Runs that failed are tried again when nothing else is left.
 
 A second table has the key's rows of width 4096 in a script that makes the same scheduler itself, so that nothing knows
-of 100 steps: the first and last layer are in bf16 then. Without a GPU: tiny models, compiled by aot_eager.
+of 100 steps: the first and last layer are in bf16 then. A third has runs of ours that `--runs` has named beside these,
+such as "llama 2048 2 compiled kept enabled>=6e10", whose `linear.min_size` is 6e10 (1e13: all linears in bf16). Without
+a GPU: tiny models, compiled by aot_eager.
 """
 
 from __future__ import annotations
@@ -87,7 +89,8 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
 
 
 class Run(NamedTuple):
-    """One training; a row is that of ours in it."""
+    """One training; a row is that of ours in it. `setting` is one of `SETTINGS`, with `>=SIZE` behind it one in which
+    `linear.min_size` is SIZE."""
 
     model: str
     width: int
@@ -96,9 +99,20 @@ class Run(NamedTuple):
     activations: str
     setting: str
 
+    @classmethod
+    def of(cls, name: str) -> Run:
+        model, width, stage, *rest = name.split()
+        return cls(model, int(width), int(stage), *rest)
+
     @property
     def name(self) -> str:
         return " ".join(map(str, self))
+
+    @property
+    def block(self) -> dict[str, Any] | None:
+        setting, _, size = self.setting.partition(">=")
+        block = SETTINGS[setting]
+        return block if block is None or not size else {**block, "linear": {"min_size": round(float(size))}}
 
     @property
     def is_ours(self) -> bool:
@@ -124,8 +138,9 @@ class Run(NamedTuple):
 
 
 ROWS = tuple(
-    Run(model, int(width), int(stage), *rest)
-    for model, width, stage, *rest in map(str.split, """
+    map(
+        Run.of,
+        """
 llama    4096 2 compiled kept         enabled
 llama    4096 2 compiled kept         fast
 qwen2    4096 2 eager    kept         enabled
@@ -162,8 +177,9 @@ mistral  1024 2 compiled checkpointed fast
 gpt_neox 2048 3 eager    kept         enabled
 llama     768 3 compiled checkpointed enabled
 qwen2    2048 2 compiled kept         fast
-""".strip().splitlines())
-)  # fmt: skip
+""".strip().splitlines(),
+    )
+)
 """In the order of measurement: each next one has many pairs that were not measured yet."""
 FALLBACK_ROWS = tuple(row._replace(setting="fallback") for row in ROWS if (row.width, row.setting) == (4096, "enabled"))
 
@@ -216,8 +232,8 @@ def ds_config(run: Run, sizes: Sizes) -> dict[str, Any]:
         "zero_optimization": {"stage": run.stage},
         "steps_per_print": 1_000_000,
     }
-    if (block := SETTINGS[run.setting]) is not None:
-        config["fp8"] = block
+    if run.block is not None:
+        config["fp8"] = run.block
     return config
 
 
@@ -390,8 +406,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="transformers and DeepSpeed out of the box, FP8 beside bf16.")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds for the whole command")
     parser.add_argument("--resume", type=Path, metavar="JSON", help="file of earlier pieces, of the same kind of GPU")
-    parser.add_argument("--rows", type=int, default=len(ROWS), help="so many, from the first")
-    parser.add_argument("--modes", nargs="+", default=["eager", "compiled"], help="only rows of these")
+    parser.add_argument("--runs", nargs="+", type=Run.of, help="these alone, by name; of ours they may be in no row")
     parser.add_argument("--at-once", type=int, default=6, help="runs that may share a GPU")
     parser.add_argument("--gib", type=float, default=135.0, help="memory of a GPU that they have together")
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir(), "end_to_end_text"))
@@ -402,7 +417,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    args.end, rows = time.monotonic() + args.budget, [row for row in ROWS[: args.rows] if row.mode in args.modes]
+    args.end = time.monotonic() + args.budget
     path = dated_stem(args.out, "out-of-box").with_suffix(".json")
     state: dict[str, Any] = json.loads(args.resume.read_text()) if args.resume else {"runs": {}}
     if args.budget > 0:
@@ -413,13 +428,15 @@ def main() -> None:
         if (before["machine"]["device"], before["text"]) != (about["machine"]["device"], about["text"]):
             raise SystemExit(f"--resume: expected runs of this GPU and text, {about}, got {before}. Leave it out.")
         state = about | state
-        last = [row for row in FALLBACK_ROWS if row._replace(setting="enabled") in rows]
-        measure([*wanted(rows), *last], state, path, cache, args)
+        measure(args.runs or [*wanted(ROWS), *FALLBACK_ROWS], state, path, cache, args)
     write(path, state)
-    tables = [table(several, state["runs"]) for several in (ROWS[: args.rows], FALLBACK_ROWS)]
-    text_of_table = heading(path.stem) + "\n## Where nothing knows the number of steps\n\n".join(tables)
-    path.with_suffix(".md").write_text(text_of_table)
-    print(text_of_table)
+    named = [run for run in map(Run.of, state["runs"]) if run.is_ours and run not in (*ROWS, *FALLBACK_ROWS)]
+    text_of_tables = heading(path.stem) + table(ROWS, state["runs"])
+    text_of_tables += f"\n## Where nothing knows the number of steps\n\n{table(FALLBACK_ROWS, state['runs'])}"
+    if named:
+        text_of_tables += f"\n## Least sizes of a linear\n\n{table(named, state['runs'])}"
+    path.with_suffix(".md").write_text(text_of_tables)
+    print(text_of_tables)
 
 
 if __name__ == "__main__":

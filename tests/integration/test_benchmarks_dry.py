@@ -199,6 +199,12 @@ def test_out_of_box_measures_what_is_missing(
     assert f"2.0, 4.0 | {ratio:.2f} (1.3) | {eager['step_ms'] / compiled['step_ms']:.2f} |" in printed
     assert "8 of 9, 3 of them stay bf16" in printed
     assert "1 of 1 rows are measured: 1 are at least as fast, 1 reach their target" in printed
+    assert "Least sizes" not in printed
+    named = row._replace(setting="enabled>=1e13").name
+    args = ("--cache", text_cache, "--resume", resumed, "--out", tmp_path, "--runs", named)
+    printed = run_main("out_of_box", *args)
+    assert taken[1:] == [(0, {**block, "linear": {"min_size": 10**13}})]
+    assert "| enabled>=1e13 |" in printed.partition("## Least sizes of a linear")[2]
 
 
 def test_summary_of_trainer_leaves_out_the_change_to_bf16(benchmark: Callable[[str], Any]) -> None:
