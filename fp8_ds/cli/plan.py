@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
@@ -66,7 +65,7 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int | None, setti
     from fp8_ds.engine.presets import facts_of, resolved
     from fp8_ds.errors import ConfigError, UnsupportedError
     from fp8_ds.nn.moe.products import MAX_IN_A_LOOP
-    from fp8_ds.nn.plan.flops import MIN_MACS, SizeRule, attention_flops, products
+    from fp8_ds.nn.plan.flops import SizeRule, attention_flops, products
     from fp8_ds.nn.plan.plan import make_plan
     from fp8_ds.tools.estimate.model_spec import read_spec, sequence_length
 
@@ -89,13 +88,15 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int | None, setti
     may_miss = not is_written(block, "schedule", "layers")
     found = _scheduled(products(module, layers), fp8.schedule, total_steps(config), may_miss)
     num_tokens = seq * number(config.get("train_micro_batch_size_per_gpu"), 1)
-    small: dict[str, list[str]] = {mode: [] for mode in MIN_MACS}
-    for mode, row in itertools.product(MIN_MACS, found):
+    sizes: dict[int, dict[str, tuple[float, int, int]]] = {2: {}, 3: {}}  # linears; weights of experts
+    for row in found:
         num_out, num_in = row.shape[-2:]
         num_rows = num_tokens * row.flops / (2 * num_out * num_in)  # of experts more than there are tokens
-        rule = SizeRule.of(fp8.linear.min_size, is_compiled=mode == "compiled" and len(row.shape) == 2)
-        if row.in_fp8 and not rule.gains(num_rows, num_in, num_out):
-            small[mode].append(row.fqn)
+        if row.in_fp8:
+            sizes[len(row.shape)][row.fqn] = (num_rows, num_in, num_out)
+    rules = {mode: SizeRule.of(fp8.linear.min_size, is_compiled=mode == "compiled") for mode in ("compiled", "eager")}
+    in_bf16 = {mode: rule.too_small(sizes[2]) | rules["eager"].too_small(sizes[3]) for mode, rule in rules.items()}
+    small = {mode: [row.fqn for row in found if row.fqn in names] for mode, names in in_bf16.items()}
     attention = attention_flops(module, seq)
     total = sum(product.flops for product in found)
     in_fp8 = [product for product in found if product.in_fp8]

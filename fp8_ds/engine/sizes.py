@@ -69,16 +69,16 @@ class SizeDecision:
         rule = SizeRule.of(self._min_size, is_compiled=is_compiled)
         of_experts = SizeRule.of(self._min_size, is_compiled=False)  # no graph has them
 
-        def gains(layer: Any) -> bool:
+        linears: dict[str, tuple[float, int, int]] = {}
+        experts: dict[str, tuple[float, int, int]] = {}
+        for name, layer in self._precision.linears.items():
             features = layer.in_features, layer.out_features
-            if not isinstance(layer, ExpertsWeight):
-                return rule.gains(num_tokens, *features)
-            num_experts = full_shape(layer.weight)[0]
-            visited = num_experts * share_of_experts(layer.module, num_experts)
-            return of_experts.gains(num_tokens * visited, *features)
-
-        small = frozenset(name for name, layer in self._precision.linears.items() if not gains(layer))
-        self._precision.too_small = small
+            if isinstance(layer, ExpertsWeight):
+                num_experts = full_shape(layer.weight)[0]
+                experts[name] = (num_tokens * num_experts * share_of_experts(layer.module, num_experts), *features)
+            else:
+                linears[name] = (num_tokens, *features)
+        self._precision.too_small = frozenset(rule.too_small(linears) | of_experts.too_small(experts))
         self._precision.update(self._engine.global_steps, self._line(rule, num_tokens, is_compiled))
 
     def _line(self, rule: SizeRule, num_tokens: int, is_compiled: bool) -> str:
@@ -86,9 +86,10 @@ class SizeDecision:
         num_small, num = len(self._precision.too_small), len(self._precision.names)
         width = rule.least_square(num_tokens)
         mode = "compiled" if is_compiled else "eager"
+        mean = f" and all of them from {rule.mean_macs:.3g} in the mean" if rule.mean_macs else ""
         text = (
             f"fp8: {num_small} of {num} linears stay bf16, too small to gain: {num_tokens:,} tokens a rank in {mode} "
-            f"mode, where a product gains from {rule.macs:.2g} multiply-adds on ({width:,} x {width:,}); "
+            f"mode, where a product gains from {rule.macs:.3g} multiply-adds on ({width:,} x {width:,}){mean}; "
             '"linear": {"min_size": 0} puts all into FP8'
         )
         if num_small < num:

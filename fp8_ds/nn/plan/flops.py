@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +14,21 @@ from fp8_ds.nn.plan.plan import Plan, kind_of, other_weights
 MIN_MACS = {"compiled": 10_000_000_000, "eager": 137_000_000_000}
 """Multiply-adds of the smallest product, tokens x in x out, from which a linear takes less time in FP8 than in bf16.
 
-Compiled, the GPU's time decides: from there on bf16's is 1.01 to 1.90 times FP8's. In eager mode an FP8 linear takes
-the host near 1 ms, whatever its size, and the GPU must be busy with bf16 for as long: 1.00 to 1.85 times, but for one
-cell, 0.94, at the limit itself. Measured on an H200 were the forward and backward of one linear with recipes `delayed`
-and `tensorwise`, 105 sizes; source: benchmarks/results/2026-11-29-linear-sizes.md. A fused producer or a shared input
-moves the tie to smaller ones.
+Compiled it is the GPU's time: from there on bf16's is 1.01 to 1.90 times FP8's. In eager mode an FP8 linear takes the
+host near 1 ms, whatever its size, and the GPU must be busy with bf16 for as long: 1.00 to 1.85 times, but for one cell,
+0.94, at the limit itself. Measured on an H200 were the forward and backward of one linear with recipes `delayed` and
+`tensorwise`, 105 sizes; source: benchmarks/results/2026-11-29-linear-sizes.md. A fused producer or a shared input moves
+the tie to smaller ones.
 """
+MIN_MEAN_MACS = 150_000_000_000
+"""Multiply-adds that the FP8 linears of a compiled model have in the mean, below which the host is the limit.
+
+An FP8 linear adds operators to a graph, which the host launches one by one; a GPU that is busy with larger linears
+hides that, so a model decides, not a linear. Eight models of width 1024 and 2048 with 2e10 to 1e11 in the mean took
+1.11 to 1.98 times as long a step as with all in bf16; four of them without their smaller linears, 0.9e11 to 1.3e11 in
+the mean, 0.89 to 1.74 times. Five of width 4096, 2.5e11 and more, are 1.40 to 1.52 times as fast as in their bf16
+steps. In between nothing is measured. On an H200 with 8,192 tokens, before graphs had torch's own FP8 product, which
+takes less of the host; source: benchmarks/results/2026-11-30-out-of-box.md, its last table for the small ones."""
 MIN_FEATURES = 1200
 """Twice the least in * out / (in + out) that gains, whatever the number of tokens: the width of a square linear.
 
@@ -28,17 +38,33 @@ never gain with `tensorwise`, 768 x 3072 do."""
 
 @dataclass(frozen=True)
 class SizeRule:
-    """Least sizes of a linear that is in FP8: multiply-adds of a product, and features if it were square."""
+    """Least sizes of linears that are in FP8: multiply-adds of a product, features if it were square, and multiply-adds
+    in the mean of all of a model's."""
 
     macs: int
     features: int = 0
+    mean_macs: int = 0
 
     @classmethod
     def of(cls, min_size: int | None, *, is_compiled: bool) -> SizeRule:
         """Return the rule that `linear.min_size` asks for; None: the measured one."""
-        if min_size is None:
-            return cls(MIN_MACS["compiled" if is_compiled else "eager"], MIN_FEATURES)
-        return cls(min_size)
+        if min_size is not None:
+            return cls(min_size)
+        if is_compiled:
+            return cls(MIN_MACS["compiled"], MIN_FEATURES, MIN_MEAN_MACS)
+        return cls(MIN_MACS["eager"], MIN_FEATURES)
+
+    def too_small(self, sizes: Mapping[str, tuple[float, int, int]]) -> set[str]:
+        """Return the linears of a model that stay bf16.
+
+        Args:
+            sizes: by name, tokens on a rank, in_features and out_features of all that may be in FP8.
+        """
+        macs = {name: math.prod(size) for name, size in sizes.items() if self.gains(*size)}
+        while macs and sum(macs.values()) < self.mean_macs * len(macs):
+            least = min(macs.values())
+            macs = {name: one for name, one in macs.items() if one > least}  # alike in all layers, whose graph is one
+        return sizes.keys() - macs.keys()
 
     def gains(self, num_tokens: float, in_features: int, out_features: int) -> bool:
         """Whether a linear gains in FP8 with so many tokens on a rank; of experts, which are computed together, the

@@ -13,6 +13,7 @@ from torch import nn
 from fp8_ds.config import Fp8Config, ScheduleConfig
 from fp8_ds.engine.precision import LayerPrecision
 from fp8_ds.engine.sizes import SizeDecision, num_tokens_of
+from fp8_ds.nn.plan import flops
 from fp8_ds.nn.plan.convert import apply_plan
 from fp8_ds.nn.plan.plan import make_plan
 
@@ -93,6 +94,20 @@ def test_a_batch_without_tensors_leaves_all_in_fp8(monkeypatch: pytest.MonkeyPat
     assert rank.decide("text") == set() and not rank.sizes.is_open
 
 
+def test_a_compiled_models_linears_are_in_fp8_if_they_are_large_enough_in_the_mean(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fp8_ds.nn.plan.flops.MIN_FEATURES", 0)
+    monkeypatch.setitem(flops.MIN_MACS, "compiled", 21 * 16 * 16)
+    mean = 21 * (16 * 16 + 32 * 64) // 2
+    for least, left in ((mean, set()), (mean + 1, {"small"}), (21 * 32 * 64 + 1, {"small", "large"})):
+        monkeypatch.setattr("fp8_ds.nn.plan.flops.MIN_MEAN_MACS", least)
+        rank = Rank(monkeypatch, None, device="cuda")
+        rank.engine.is_compiled = True
+        assert rank.decide() == left
+        assert not left or f"all of them from {least:.3g} in the mean" in rank.said[0]
+
+
 def wrap_forward(model: nn.Module) -> None:
     model["large"].forward = torch.compile(model["large"].forward)  # type: ignore[index]
 
@@ -102,7 +117,8 @@ def test_a_model_of_which_a_user_has_compiled_a_part_is_a_compiled_one(
     monkeypatch: pytest.MonkeyPatch, compile_some: Any
 ) -> None:
     tokens = torch.zeros(1, 6_000_000, dtype=torch.long)  # enough for a compiled linear of 32 x 64, by its product
-    monkeypatch.setattr("fp8_ds.nn.plan.flops.MIN_FEATURES", 0)
+    for other in ("MIN_FEATURES", "MIN_MEAN_MACS"):
+        monkeypatch.setattr(f"fp8_ds.nn.plan.flops.{other}", 0)
     eager, compiled = (Rank(monkeypatch, None, device="cuda") for _ in range(2))
     compile_some(compiled.model)
     assert eager.decide(tokens) == {"small", "large"} and compiled.decide(tokens) == {"small"}

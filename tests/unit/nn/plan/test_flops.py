@@ -53,3 +53,26 @@ def test_the_width_that_is_named_is_the_least_square_that_gains(min_size: int | 
     rule = SizeRule.of(min_size, is_compiled=False)
     width = rule.least_square(tokens)
     assert rule.gains(tokens, width, width) and not rule.gains(tokens, width - 1, width - 1)
+
+
+def layers(num: int, tokens: int, **features: tuple[int, int]) -> dict[str, tuple[int, int, int]]:
+    return {f"layers.{i}.{name}": (tokens, *sizes) for i in range(num) for name, sizes in features.items()}
+
+
+LLAMA_8B = {"q": (4096, 4096), "k": (4096, 1024), "gate": (4096, 14336), "down": (14336, 4096)}
+OF_2048 = {"q": (2048, 2048), "k": (2048, 512), "gate": (2048, 5632), "down": (5632, 2048)}
+
+
+def test_large_linears_of_a_compiled_model_hide_the_host_time_of_small_ones() -> None:
+    compiled, eager = (SizeRule.of(None, is_compiled=is_compiled) for is_compiled in (True, False))
+    assert compiled.too_small(layers(2, 8192, **LLAMA_8B)) == set()
+    assert eager.too_small(layers(2, 8192, **LLAMA_8B)) == {"layers.0.k", "layers.1.k"}
+    assert compiled.too_small(layers(2, 8192, **OF_2048)) == layers(2, 8192, **OF_2048).keys()
+
+
+def test_the_smallest_linears_of_a_compiled_model_are_left_out_first_and_in_all_layers_alike() -> None:
+    rule, sizes = SizeRule.of(None, is_compiled=True), layers(3, 20000, **OF_2048)
+    assert rule.too_small(sizes) == {f"layers.{i}.k" for i in range(3)}
+    sizes = {name: (14000, *features) for name, (_, *features) in sizes.items()}
+    assert rule.too_small(sizes) == {f"layers.{i}.{name}" for i in range(3) for name in "qk"}
+    assert rule.too_small({}) == set() and SizeRule.of(6000, is_compiled=True).too_small(sizes) == set()
