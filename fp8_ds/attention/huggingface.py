@@ -150,6 +150,12 @@ def padding_mask(
     Raises:
         UnsupportedError: the model's mask is not causal, a window or packing; or keys come after its last query.
     """
+    if (
+        kwargs.get("allow_is_causal_skip")
+        and not (args or use_vmap)
+        and is_causal_alone(attention_mask=attention_mask, **kwargs)
+    ):
+        return None  # before a name is read, which Dynamo does not trace
     names = list(_names_of(mask_function))
     other = [name for name in names if any(part in name for part in _OTHER_MASKS)]
     if use_vmap or other:
@@ -162,6 +168,34 @@ def padding_mask(
     if attention_mask is None or attention_mask.all():
         return None
     return attention_mask.bool()
+
+
+def is_causal_alone(
+    *,
+    kv_length: int,
+    q_length: int | None = None,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,
+) -> bool:
+    """Whether a mask is causal and nothing else, for as many keys as queries.
+
+    Args: those of transformers' mask functions. `allow_is_causal_skip` is false for packed sequences, bidirectional
+    masks, and masks with functions of the model; `local_size` is a window or chunk, which hides nothing from a sequence
+    that is no longer.
+    """
+    return (
+        allow_is_causal_skip
+        and attention_mask is None
+        and q_length == kv_length
+        and kv_offset == 0
+        and isinstance(q_offset, int)
+        and q_offset == 0
+        and (local_size is None or kv_length <= local_size)
+    )
 
 
 def _refuse_keys_behind(

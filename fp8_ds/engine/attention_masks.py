@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fp8_ds.attention.huggingface import attention_modules
+from fp8_ds.attention.huggingface import attention_modules, is_causal_alone
 from fp8_ds.engine.patches import RECORD
 
 _SDPA, _FIND = "sdpa", "find_packed_sequence_indices"
@@ -49,41 +49,13 @@ class CausalMasks:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return None where SDPA's `is_causal` is this very mask, else what transformers makes."""
-        if getattr(self.now, "is_plain", False) and not args and _is_causal_alone(**kwargs):
+        if getattr(self.now, "is_plain", False) and not args and is_causal_alone(**kwargs):
             return None
         return self.make_mask(*args, **kwargs)
 
     def find_packed_sequence_indices(self, position_ids: Tensor) -> Tensor | None:
         """Return None without a look where the model was given no positions, else what transformers finds."""
         return None if getattr(self.now, "is_plain", False) else self.find_packed(position_ids)
-
-
-def _is_causal_alone(
-    *,
-    kv_length: int,
-    q_length: int | None = None,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    **kwargs: Any,
-) -> bool:
-    """Whether a mask is causal and nothing else, for as many keys as queries.
-
-    Args: those of transformers' mask functions. `allow_is_causal_skip` is false for packed sequences, bidirectional
-    masks, and masks with functions of the model; `local_size` is a window or chunk, which hides nothing from a sequence
-    that is no longer.
-    """
-    return (
-        allow_is_causal_skip
-        and attention_mask is None
-        and q_length == kv_length
-        and kv_offset == 0
-        and isinstance(q_offset, int)
-        and q_offset == 0
-        and (local_size is None or kv_length <= local_size)
-    )
 
 
 def make_fewer_masks(model: nn.Module) -> list[RemovableHandle]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from fp8_ds.attention.huggingface import use_backend
 from fp8_ds.engine import attention_masks, compiling, patches
 
 BATCH, LENGTH, WINDOW = 2, 12, 6
@@ -216,6 +217,17 @@ def test_graphs_have_masks_only_where_needed(family: str, fields: dict[str, Any]
             if family != "GPT2":  # whose heads are not grouped
                 assert [call.get("enable_gqa", False) for call in calls] == [not one for one in given]
     assert len(graphs) == len({kind in NEED_NONE or kind for kind in kinds}), "one for all that need no mask"
+
+
+@pytest.mark.parametrize(("family", "fields"), [("Llama", {}), ("Mistral", {"sliding_window": LENGTH})])
+def test_a_model_with_attention_of_ours_is_one_graph(family: str, fields: dict[str, Any]) -> None:
+    model = build(family, **fields)
+    use_backend(model, "fa3_fp8_emulated", hadamard=False)
+    expected = step(model, model, {})
+    attention_masks.make_fewer_masks(model)
+    graphs = compiled(model, fullgraph=True)
+    assert_same(step(model, model, {}), expected, 2e-5)
+    assert len(graphs) == 1
 
 
 def test_graphs_that_end_before_the_mask_serve_batches_of_one_kind() -> None:
