@@ -1,5 +1,5 @@
 """Changes of `engine.compile()`: the limit of graphs, guards on our own fixed objects, rotary tables made once, logits
-without a gradient."""
+without a gradient, biases of ZeRO-3 added out of place."""
 
 from __future__ import annotations
 
@@ -40,6 +40,33 @@ def allow_more_graphs() -> None:
 
     if torch._dynamo.config.recompile_limit == 8 and RECORD.patches:
         RECORD.set(torch._dynamo.config, "recompile_limit", RECOMPILE_LIMIT)
+
+
+def add_biases_out_of_place() -> None:
+    """Let a graph of ZeRO-3 add the bias of a bf16 linear to a new tensor, until `fp8_ds.uninstall()`.
+
+    DeepSpeed's linear (deepspeed/runtime/zero/linear.py, 0.19.8) is a Function whose forward says `output += bias`. For
+    Dynamo of torch 2.11 an output that was written in place has no gradient: its input, weight and bias get zeros, and
+    nothing is said. In eager it stays in place.
+    """
+    from deepspeed.runtime.zero import linear as ds_linear
+
+    if not RECORD.patches or hasattr(ds_linear.LinearFunctionForZeroStage3, "fp8_ds_original"):
+        return
+
+    class OutOfPlace(ds_linear.LinearFunctionForZeroStage3):
+        fp8_ds_original = ds_linear.LinearFunctionForZeroStage3
+
+        @staticmethod
+        def forward(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            if bias is not None and input.dim() == 2:
+                return torch.addmm(bias, input, weight.t())
+            output = input.matmul(weight.t())
+            if bias is None:
+                return output
+            return output + bias if torch.compiler.is_compiling() else output.add_(bias)
+
+    RECORD.set(ds_linear, "LinearFunctionForZeroStage3", OutOfPlace)
 
 
 def without_fixed(compile_kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -72,6 +72,7 @@ def finish(engine: Any, zero: Any) -> None:
     if config.has_fix("group_timeout"):
         use_default_timeout(zero.dp_process_group)
     if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
+        compiling.add_biases_out_of_place()
         if config.has_fix("fetches_ahead"):
             fetch_further_ahead(zero)
         if config.has_fix("hook_signatures"):

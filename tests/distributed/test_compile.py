@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import re
 import shutil
 from collections.abc import Iterator
@@ -226,6 +227,30 @@ def test_compiled_trains_to_the_bits_of_eager(
             # With delayed scales before the first update of the histories and after it; layers share a graph. Learning
             # rate, weights and counters are in no guard of torch's, and fp8.guard, which judges twice, samples nothing.
             assert compiled["graphs"] == (2 if fp8 == DELAYED else 1)
+
+
+@on_ranks(1)
+def test_a_bias_is_added_out_of_place_in_graphs_of_zero_3() -> None:
+    """Else torch 2.11 has zeros for all gradients of a bf16 linear with a bias: the Function's output is written."""
+    engine = build(3, {})
+    linear, written = torch.nn.functional.linear, []
+    assert linear.__module__ == "deepspeed.runtime.zero.linear"
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nodes = (node for part in graph.modules() if hasattr(part, "graph") for node in part.graph.nodes)
+        written.extend(node for node in nodes if node.target is operator.iadd)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    for shape, has_bias in (((2, 3, 8), True), ((3, 8), True), ((2, 3, 8), False)):
+        given = [torch.randn(*one, requires_grad=True) for one in (shape, (4, 8), (4,))[: 2 + has_bias]]
+        torch._dynamo.reset()
+        expected, found = (
+            torch.autograd.grad((run(*given) ** 2).sum(), given)
+            for run in (linear, torch.compile(linear, backend=backend, fullgraph=True))
+        )
+        assert all(map(torch.equal, found, expected)) and all(one.any() for one in found)
+    assert written == []
+    training.destroy(engine)
 
 
 def losses_and_masks(stage: int, fp8: dict[str, Any], is_compiled: bool, num_steps: int = 5) -> dict[str, Any]:
