@@ -20,15 +20,16 @@ host near 1 ms, whatever its size, and the GPU must be busy with bf16 for as lon
 `tensorwise`, 105 sizes; source: benchmarks/results/2026-11-29-linear-sizes.md. A fused producer or a shared input moves
 the tie to smaller ones.
 """
-MIN_MEAN_MACS = 150_000_000_000
+MIN_MEAN_MACS = 100_000_000_000
 """Multiply-adds that the FP8 linears of a compiled model have in the mean, below which the host is the limit.
 
 An FP8 linear adds operators to a graph, which the host launches one by one; a GPU that is busy with larger linears
 hides that, so a model decides, not a linear. Seven models of width 1024 and 2048 with 2e10 to 7e10 in the mean took
 1.11 to 1.74 times as long a step as with all in bf16; two of them without their smaller linears, with 9e10 in the mean,
-0.89 and 1.20 times. Five of width 4096, 2.5e11 and more, are 1.40 to 1.52 times as fast as in their bf16 steps. In
-between nothing is measured. On an H200 with 8,192 tokens, before graphs had torch's own FP8 product, which takes less
-of the host; source: benchmarks/results/2026-11-30-out-of-box.md, its last table for the small ones."""
+0.89 and 1.20 times. Two of width 2048 with 9e10 and 1.0e11 are 1.10 and 1.18 times as fast as in their bf16 steps, five
+of width 4096, 2.5e11 and more, 1.40 to 1.52 times. On an H200 with 8,192 tokens, before graphs had torch's own FP8
+product, which takes less of the host; source: benchmarks/results/2026-11-30-out-of-box.md, its last table for the
+seven."""
 MIN_FEATURES = 1200
 """Twice the least in * out / (in + out) that gains, whatever the number of tokens: the width of a square linear.
 

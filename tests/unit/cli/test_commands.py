@@ -229,9 +229,8 @@ def test_layers_that_are_too_small_to_gain_are_counted_by_the_tokens_of_a_micro_
     both = [f"model.layers.0.self_attn.{name}_proj" for name in "kv"]  # 512 x 2048
     square = [f"model.layers.0.self_attn.{name}_proj" for name in "qo"]  # 2048 x 2048
     plan = ("plan", "llama-8b", *words, "--seq", 8192, "--config")
-    large = [f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")]  # 8192 x 2048
     for linear, per_gpu, compiled, eager in (
-        ({}, 1, [*both, *square, *large], [*both, *square]),  # compiled: too small in the mean
+        ({}, 1, [*both, *square], [*both, *square]),  # compiled: with q and o the mean is too small
         ({}, 4, both, both),
         ({"min_size": 8192 * 512 * 2048 + 1}, 1, both, both),
         ({"min_size": 0}, 1, [], []),

@@ -73,6 +73,6 @@ def test_large_linears_of_a_compiled_model_hide_the_host_time_of_small_ones() ->
 def test_the_smallest_linears_of_a_compiled_model_are_left_out_first_and_in_all_layers_alike() -> None:
     rule, sizes = SizeRule.of(None, is_compiled=True), layers(3, 20000, **OF_2048)
     assert rule.too_small(sizes) == {f"layers.{i}.k" for i in range(3)}
-    sizes = {name: (14000, *features) for name, (_, *features) in sizes.items()}
+    sizes = {name: (10000, *features) for name, (_, *features) in sizes.items()}
     assert rule.too_small(sizes) == {f"layers.{i}.{name}" for i in range(3) for name in "qk"}
     assert rule.too_small({}) == set() and SizeRule.of(6000, is_compiled=True).too_small(sizes) == set()
