@@ -232,8 +232,8 @@ def ds_config(run: Run, sizes: Sizes) -> dict[str, Any]:
         "zero_optimization": {"stage": run.stage},
         "steps_per_print": 1_000_000,
     }
-    if run.block is not None:
-        config["fp8"] = run.block
+    if (block := run.block) is not None:
+        config["fp8"] = block
     return config
 
 

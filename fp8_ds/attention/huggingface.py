@@ -150,11 +150,7 @@ def padding_mask(
     Raises:
         UnsupportedError: the model's mask is not causal, a window or packing; or keys come after its last query.
     """
-    if (
-        kwargs.get("allow_is_causal_skip")
-        and not (args or use_vmap)
-        and is_causal_alone(attention_mask=attention_mask, **kwargs)
-    ):
+    if not (args or use_vmap) and is_causal_alone(attention_mask=attention_mask, **kwargs):
         return None  # before a name is read, which Dynamo does not trace
     names = list(_names_of(mask_function))
     other = [name for name in names if any(part in name for part in _OTHER_MASKS)]
@@ -178,7 +174,7 @@ def is_causal_alone(
     kv_offset: int = 0,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
+    allow_is_causal_skip: bool = False,
     **kwargs: Any,
 ) -> bool:
     """Whether a mask is causal and nothing else, for as many keys as queries.
