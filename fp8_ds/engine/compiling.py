@@ -1,13 +1,14 @@
 """Changes of `engine.compile()`: the limit of graphs, guards on our own fixed objects, rotary tables made once, logits
-without a gradient, biases of ZeRO-3 added out of place."""
+without a gradient; in ZeRO-3 biases added out of place, and layers checkpointed inside their hooks."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import re
-from collections.abc import Callable, Sequence
-from types import FunctionType
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -67,6 +68,52 @@ def add_biases_out_of_place() -> None:
             return output + bias if torch.compiler.is_compiling() else output.add_(bias)
 
     RECORD.set(ds_linear, "LinearFunctionForZeroStage3", OutOfPlace)
+
+
+class CheckpointsInside:
+    """What checkpoints a layer inside its hooks; `remove()` puts back what did so around them.
+
+    Until 5.17 at least, layers of transformers checkpoint their own `__call__` (modeling_layers.py), with hooks in it.
+    Dynamo can trace no checkpoint with a hook of ZeRO-3 in it, and runs the whole layer in eager, in silence. 5.24
+    checkpoints `forward`, as is done here. A later `gradient_checkpointing_enable()` undoes it, too.
+
+    Args:
+        layer: a module whose class has a `__call__` that calls `_gradient_checkpointing_func(function, *inputs)`.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self._layer, self._checkpoint = layer, layer._gradient_checkpointing_func
+        layer._gradient_checkpointing_func = self
+        layer.forward = MethodType(_checkpointed, layer)
+
+    def __call__(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        """Call the layer with its hooks."""
+        return function(*inputs)
+
+    def remove(self) -> None:
+        if self._layer._gradient_checkpointing_func is self:
+            self._layer._gradient_checkpointing_func = self._checkpoint
+        if getattr(self._layer.__dict__.get("forward"), "__func__", None) is _checkpointed:
+            del self._layer.forward
+
+
+def checkpoint_inside_hooks(layers: Iterable[nn.Module]) -> list[CheckpointsInside]:
+    """Checkpoint without their hooks those of `layers` that are checkpointed with them; return what does it."""
+    return [
+        CheckpointsInside(layer)
+        for layer in layers
+        if type(layer).__call__ is not nn.Module.__call__
+        and "forward" not in layer.__dict__
+        and not isinstance(getattr(layer, "_gradient_checkpointing_func", layer), nn.Module | CheckpointsInside)
+    ]
+
+
+def _checkpointed(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Become the `forward` of `layer`."""
+    how = layer._gradient_checkpointing_func
+    if isinstance(how, CheckpointsInside) and layer.gradient_checkpointing and layer.training:
+        return how._checkpoint(partial(type(layer).forward, layer, **kwargs), *args)
+    return type(layer).forward(layer, *args, **kwargs)
 
 
 def without_fixed(compile_kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -105,8 +105,9 @@ class Fp8Engine(Fp8Checkpoints):
             self._fp8_step_callbacks.after_step()
 
     def compile(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Compile as DeepSpeed does, with rotary tables made once, no guards on fixed objects, decoder layers as leaf
-        modules of ZeRO-3, its hooks called and not traced, and logits beside a loss without a gradient."""
+        """Compile as DeepSpeed does, with rotary tables made once, no guards on fixed objects, and logits beside a loss
+        without a gradient; in ZeRO-3 with decoder layers as leaf modules, checkpointed without its hooks, which are
+        called and not traced."""
         given = inspect.signature(super().compile).bind(*args, **kwargs)  # type: ignore[misc]
         if self.fp8 is not None:
             compiling.allow_more_graphs()
@@ -116,6 +117,8 @@ class Fp8Engine(Fp8Checkpoints):
             lines = [leaf_modules.describe(leaves) if leaves else None, leaf_modules.set_prefetch(self)]
             lines += [deepspeed_fixes.before_compiling(self, leaves is not None)]
             lines += [leaf_modules.hint_on_live(self) if leaves else None]
+            if self.zero_optimization_partition_weights():
+                self._fp8_hooks += compiling.checkpoint_inside_hooks(leaf_modules.leaves_in(self.module))
             for line in filter(None, lines):
                 say(line)
             given.arguments["compile_kwargs"] = compiling.without_fixed(given.arguments.get("compile_kwargs", {}))

@@ -100,7 +100,7 @@ def _names_leaves(engine: Any) -> bool:
     zero = engine._config._param_dict.get("zero_optimization", {})
     return "leaf_module" in zero or any(
         f"{type(leaf).__module__}.{type(leaf).__qualname__}" not in DEFAULT_LEAF_MODULE_CLASSES
-        for leaf in _leaves(engine.module)
+        for leaf in leaves_in(engine.module)
     )
 
 
@@ -143,7 +143,7 @@ def set_prefetch(engine: Any) -> str | None:
     """Let a ZeRO-3 engine prefetch a whole leaf, if nobody has set how much; else return a hint if that is less."""
     if not engine.zero_optimization_partition_weights():
         return None
-    largest = max((_num_gathered(leaf.parameters()) for leaf in _leaves(engine.module)), default=0)
+    largest = max((_num_gathered(leaf.parameters()) for leaf in leaves_in(engine.module)), default=0)
     prefetched = engine.zero_prefetch_bucket_size()
     if not largest or prefetched == largest:
         return None
@@ -170,7 +170,7 @@ def hint_on_building(engine: Any) -> str | None:
     if (
         not engine.zero_optimization_partition_weights()
         or find_embedding is None
-        or next(_leaves(model), None) is None
+        or next(leaves_in(model), None) is None
         or getattr(model, "is_gradient_checkpointing", False)
         or getattr(model, "_require_grads_hook", None) is not None
         or any(p.requires_grad for p in find_embedding().parameters())
@@ -211,12 +211,12 @@ def live_weights(model: Module, reuse_distance: int, holds_head: bool, threshold
         holds_head: whether the loss is Liger's.
         threshold: elements below which a parameter persists, for models that DeepSpeed has not marked yet.
     """
-    inside = {id(p) for leaf in _leaves(model) for p in leaf.parameters()}
+    inside = {id(p) for leaf in leaves_in(model) for p in leaf.parameters()}
     outside = _num_gathered((p for p in model.parameters() if id(p) not in inside), threshold)
     output = _output_weight(model)
     is_tied = bool(output) and output[0] is _weight_of(model, "input")
     head = 0 if is_tied else _num_gathered(output, threshold)
-    leaves = [_num_gathered(leaf.parameters(), threshold) for leaf in _leaves(model)]
+    leaves = [_num_gathered(leaf.parameters(), threshold) for leaf in leaves_in(model)]
     if not any(leaves):
         return Live(_num_gathered(output, threshold) if holds_head else 0)
     if holds_head:
@@ -265,7 +265,7 @@ def _weight_of(model: Any, way: str) -> Any:
         return None
 
 
-def _leaves(module: Module) -> Iterator[Module]:
+def leaves_in(module: Module) -> Iterator[Module]:
     return (child for child in module.modules() if z3_leaf_module(child))
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import operator
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -348,6 +350,7 @@ def run_of_layers(
     found = {"losses": losses, "state": training.fp8_state(engine), "graphs": graphs, "breaks": len(events.breaks)}
     found |= {"leaves": [type(leaf).__name__ for leaf in get_z3_leaf_modules(module)], "prefetched": prefetched}
     training.destroy(engine)
+    found["forwards"] = ["forward" in layer.__dict__ for layer in module.modules()]
     return found | {"left": left[-1], "leaves_at_end": len(get_z3_leaf_modules(module))}
 
 
@@ -389,6 +392,34 @@ def test_compile_makes_decoder_layers_leaves_as_leaf_module_in_the_configuration
         else:
             assert made["graphs"] > 0 == none["graphs"]
         assert (made["leaves_at_end"], none["leaves"], none["prefetched"]) == (0, [], 50_000_000)
+
+
+@contextmanager
+def layers_that_checkpoint_with_their_hooks() -> Iterator[None]:
+    """Llama's layers as transformers before 5.18 has them."""
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        function = partial(torch.nn.Module.__call__, self, **kwargs)
+        is_checkpointed = self.gradient_checkpointing and self.training
+        return self._gradient_checkpointing_func(function, *args) if is_checkpointed else function(*args)
+
+    forward = inspect.unwrap(LlamaDecoderLayer.forward)
+    with patch.multiple(LlamaDecoderLayer, create=True, __call__=call, forward=forward):
+        yield
+
+
+@pytest.mark.parametrize("zero", [{}, pytest.param(LEAF, marks=pytest.mark.slow)], ids=["", "leaf_module"])
+@on_ranks(1)
+def test_layers_of_zero_3_that_are_checkpointed_with_their_hooks_compile_as_others_do(zero: dict[str, Any]) -> None:
+    """Dynamo traces no checkpoint with a hook of ZeRO-3 in it, and would run these layers in eager."""
+    pytest.importorskip("transformers")
+    usual = run_of_layers(zero, 0, DELAYED, num_layers=1, checkpointing=True)
+    with layers_that_checkpoint_with_their_hooks():
+        older = run_of_layers(zero, 0, DELAYED, num_layers=1, checkpointing=True)
+    assert older["losses"] == usual["losses"] and older["graphs"] == usual["graphs"]
+    training.assert_fp8_equals(older["state"], usual["state"])
+    assert not any(older["forwards"])
 
 
 @on_ranks(1)
