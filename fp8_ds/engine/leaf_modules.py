@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+from deepspeed.runtime.utils import count_used_parameters_in_backward
 from deepspeed.runtime.zero.leaf_module_config import DEFAULT_LEAF_MODULE_CLASSES
 from deepspeed.utils import set_z3_leaf_module, z3_leaf_module
+from torch import Tensor
 from torch.nn import Module
 
 from fp8_ds.engine.liger_loss import with_liger_loss
@@ -54,6 +56,25 @@ class Leaves:
             set_z3_leaf_module(module, True)
 
 
+class ReducesTogether:
+    """Hook of several parameters that reduces their gradients when the last one of a backward is there.
+
+    Args:
+        reduce: what does so; it takes three arguments and uses none.
+        params: of which those that need a gradient get the hook.
+    """
+
+    def __init__(self, reduce: Callable[..., None], params: Iterable[Any]) -> None:
+        self._reduce, self._params = reduce, [p for p in params if p.requires_grad]
+        self._num_left = 0
+        self.handles = [p.register_post_accumulate_grad_hook(self) for p in self._params]
+
+    def __call__(self, param: Tensor) -> None:
+        self._num_left = (self._num_left or count_used_parameters_in_backward(self._params)) - 1
+        if not self._num_left:
+            self._reduce(None, None, None)
+
+
 def make_leaves(engine: Any) -> Leaves | None:
     """Make the layers of a ZeRO-3 engine leaves of the forwards to come; None if that is not to be.
 
@@ -74,6 +95,7 @@ def make_leaves(engine: Any) -> Leaves | None:
     made = Leaves(leaves, [module for module in inside if z3_leaf_module(module)])
     for module in made._inner:
         set_z3_leaf_module(module, False)
+        _reduce_without_module(zero, module)
     for module in leaves:
         set_z3_leaf_module(module, True)
     offload = zero.parameter_offload
@@ -85,6 +107,20 @@ def make_leaves(engine: Any) -> Leaves | None:
     _forget_trace(offload.get_param_coordinator())
     zero._fp8_shards.in_flight = InFlight(model)
     return made
+
+
+def _reduce_without_module(zero: Any, module: Module) -> None:
+    """Reduce the gradients of a leaf that has become part of another by hooks of its parameters.
+
+    DeepSpeed does so by a hook of the module's backward (runtime/zero/stage3.py, `reduce_leaf_module_grads`), at which
+    a graph would end.
+    """
+    hooks = zero._leaf_module_hooks
+    for handle in [handle for handle in hooks if handle.hooks_dict_ref() is module._backward_hooks]:
+        reduce = module._backward_hooks[handle.id]
+        handle.remove()
+        hooks.remove(handle)
+        hooks += ReducesTogether(reduce, zero.leaf_parameters[module]).handles
 
 
 def describe(made: Leaves) -> str:

@@ -164,6 +164,12 @@ SEAMS = (
     _zero3("step", ("closure",), "histories of a skipped step; Adam: replaced"),
     _zero3("_post_step", ("timer_names",), "quantises; gathers persistents by list"),
     _zero3("checkpoint_event_epilogue", (), "likewise, after a save or load", kind="rely"),
+    _zero3(
+        "create_reduce_and_remove_grad_hooks",
+        (),
+        "a leaf's hook uses none of its arguments: called by hooks of parameters, once compile() has made leaves",
+        kind="rely",
+    ),
     _zero3("_reassign_or_swap_out_partitioned_parameters", ("sub_group_id",), "copies only bf16 shards that exist"),
     _zero3("load_state_dict", ("state_dict_list",), "re-quantises"),
     _zero3("_restore_from_bit16_weights", (), "masters from bf16 shards"),

@@ -13,7 +13,7 @@ from fp8_ds.engine.precision import LayerPrecision
 from fp8_ds.engine.ranks import tell_all
 from fp8_ds.nn.linear.fp8_linear import full_shape
 from fp8_ds.nn.moe.experts import ExpertsWeight
-from fp8_ds.nn.plan.flops import SizeRule, share_of_experts
+from fp8_ds.nn.plan.flops import MIN_CHECKPOINTED_MACS, SizeRule, share_of_experts
 from fp8_ds.zero.one_pass import OnePass
 
 _GAINS = {
@@ -67,26 +67,39 @@ class SizeDecision:
             return
         is_compiled = self._engine.is_compiled or any(map(_is_compiled, self._engine.module.modules()))
         rule = SizeRule.of(self._min_size, is_compiled=is_compiled)
-        of_experts = SizeRule.of(self._min_size, is_compiled=False)  # no graph has them
-
         linears: dict[str, tuple[float, int, int]] = {}
-        experts: dict[str, tuple[float, int, int]] = {}
+        too_small: set[str] = set()
+        has_checkpointed = False
         for name, layer in self._precision.linears.items():
             features = layer.in_features, layer.out_features
-            if isinstance(layer, ExpertsWeight):
-                num_experts = full_shape(layer.weight)[0]
-                experts[name] = (num_tokens * num_experts * share_of_experts(layer.module, num_experts), *features)
-            else:
+            if not isinstance(layer, ExpertsWeight):
                 linears[name] = (num_tokens, *features)
-        self._precision.too_small = frozenset(rule.too_small(linears) | of_experts.too_small(experts))
-        self._precision.update(self._engine.global_steps, self._line(rule, num_tokens, is_compiled))
+                continue
+            ends_checkpoint = is_compiled and self._is_checkpointed(name)
+            of_experts = SizeRule.of_experts(self._min_size, ends_checkpoint=ends_checkpoint)
+            num_experts = full_shape(layer.weight)[0]
+            num_rows = num_tokens * num_experts * share_of_experts(layer.module, num_experts)
+            if not of_experts.gains(num_rows, *features):
+                too_small.add(name)
+                has_checkpointed |= of_experts.macs == MIN_CHECKPOINTED_MACS
+        self._precision.too_small = frozenset(rule.too_small(linears) | too_small)
+        line = self._line(rule, num_tokens, is_compiled, has_checkpointed)
+        self._precision.update(self._engine.global_steps, line)
 
-    def _line(self, rule: SizeRule, num_tokens: int, is_compiled: bool) -> str:
+    def _is_checkpointed(self, name: str) -> bool:
+        """Whether a layer of transformers that the weight `name` is in is checkpointed."""
+        parts = name.split(".")
+        modules = (self._engine.module.get_submodule(".".join(parts[:end])) for end in range(len(parts)))
+        return any(getattr(module, "gradient_checkpointing", False) for module in modules)
+
+    def _line(self, rule: SizeRule, num_tokens: int, is_compiled: bool, has_checkpointed: bool) -> str:
         """Say which rule has left how many layers in bf16."""
         num_small, num = len(self._precision.too_small), len(self._precision.names)
         width = rule.least_square(num_tokens)
         mode = "compiled" if is_compiled else "eager"
         mean = f" and all of them from {rule.mean_macs:.3g} in the mean" if rule.mean_macs else ""
+        if has_checkpointed:
+            mean += f", experts of checkpointed layers from {MIN_CHECKPOINTED_MACS:.3g}"
         text = (
             f"fp8: {num_small} of {num} linears stay bf16, too small to gain: {num_tokens:,} tokens a rank in {mode} "
             f"mode, where a product gains from {rule.macs:.3g} multiply-adds on ({width:,} x {width:,}){mean}; "

@@ -30,6 +30,13 @@ hides that, so a model decides, not a linear. Seven models of width 1024 and 204
 of width 4096, 2.5e11 and more, 1.40 to 1.52 times. On an H200 with 8,192 tokens, before graphs had torch's own FP8
 product, which takes less of the host; source: benchmarks/results/2026-11-30-out-of-box.md, its last table for the
 seven."""
+MIN_CHECKPOINTED_MACS = 1_000_000_000_000
+"""Multiply-adds of experts in FP8 in a compiled model's checkpointed layers, which then run in eager as a whole.
+
+torch.compile makes a graph of a checkpointed layer or none, and experts in FP8 end a graph. On an H200 with 8,192
+tokens Mixtral of width 2048 (3.8e11) took 1.04 to 1.08 times as long a step as DeepSpeed's eager bf16 so. Of width 4096
+(1.9e12) FP8 takes 0.88 of bf16's time in eager mode, and compiling that gives models of this size 1.06 at most.
+Source: benchmarks/results/2026-11-30-out-of-box.md."""
 MIN_FEATURES = 1200
 """Twice the least in * out / (in + out) that gains, whatever the number of tokens: the width of a square linear.
 
@@ -54,6 +61,17 @@ class SizeRule:
         if is_compiled:
             return cls(MIN_MACS["compiled"], MIN_FEATURES, MIN_MEAN_MACS)
         return cls(MIN_MACS["eager"], MIN_FEATURES)
+
+    @classmethod
+    def of_experts(cls, min_size: int | None, *, ends_checkpoint: bool) -> SizeRule:
+        """Return the rule of experts, of which no graph has those in FP8.
+
+        Args:
+            ends_checkpoint: whether their layer is checkpointed, and would be a graph without them.
+        """
+        if min_size is not None:
+            return cls(min_size)
+        return cls(MIN_CHECKPOINTED_MACS if ends_checkpoint else MIN_MACS["eager"], MIN_FEATURES)
 
     def too_small(self, sizes: Mapping[str, tuple[float, int, int]]) -> set[str]:
         """Return the linears of a model that stay bf16.

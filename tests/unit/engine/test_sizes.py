@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8_ds.config import Fp8Config, ScheduleConfig
+from fp8_ds.engine import sizes
 from fp8_ds.engine.precision import LayerPrecision
 from fp8_ds.engine.sizes import SizeDecision, num_tokens_of
 from fp8_ds.nn.plan import flops
@@ -106,6 +107,29 @@ def test_a_compiled_models_linears_are_in_fp8_if_they_are_large_enough_in_the_me
         rank.engine.is_compiled = True
         assert rank.decide() == left
         assert not left or f"all of them from {least:.3g} in the mean" in rank.said[0]
+
+
+def test_experts_that_end_the_graph_of_a_checkpointed_layer_are_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    config = mixtral.MixtralConfig(hidden_size=16, intermediate_size=32, num_local_experts=4, num_experts_per_tok=2)
+    rank = Rank(monkeypatch, None, device="cuda")
+    layer = nn.Module()
+    layer.experts, layer.gradient_checkpointing = mixtral.MixtralExperts(config), False
+    model = nn.ModuleDict({"layer": layer})
+    linear = rank.engine.fp8.config.linear
+    apply_plan(model, make_plan(model, linear), linear, "cpu")
+    rank.engine.module = model
+    rank.precision = LayerPrecision(model, lambda names: None, ScheduleConfig(), None, rank.said.append)
+    monkeypatch.setattr("fp8_ds.nn.plan.flops.MIN_FEATURES", 0)
+    monkeypatch.setitem(flops.MIN_MACS, "eager", 21 * 2 * 16 * 32)
+    for module in (flops, sizes):
+        monkeypatch.setattr(module, "MIN_CHECKPOINTED_MACS", 21 * 2 * 16 * 64 + 1)
+    names = {"layer.experts.gate_up_proj", "layer.experts.down_proj"}
+    for is_compiled, is_checkpointed, left in ((True, False, set()), (False, True, set()), (True, True, names)):
+        rank.engine.is_compiled, layer.gradient_checkpointing = is_compiled, is_checkpointed
+        rank.sizes = SizeDecision(rank.engine, rank.precision)
+        assert rank.decide() == left
+    assert "experts of checkpointed layers from 4.3e+04" in rank.said[0]
 
 
 def wrap_forward(model: nn.Module) -> None:
