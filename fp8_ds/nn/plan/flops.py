@@ -24,12 +24,12 @@ MIN_MEAN_MACS = 100_000_000_000
 """Multiply-adds that the FP8 linears of a compiled model have in the mean, below which the host is the limit.
 
 An FP8 linear adds operators to a graph, which the host launches one by one; a GPU that is busy with larger linears
-hides that, so a model decides, not a linear. Seven models of width 1024 and 2048 with 2e10 to 7e10 in the mean took
-1.11 to 1.74 times as long a step as with all in bf16; two of them without their smaller linears, with 9e10 in the mean,
-0.89 and 1.20 times. Two of width 2048 with 9e10 and 1.0e11 are 1.10 and 1.18 times as fast as in their bf16 steps, five
-of width 4096, 2.5e11 and more, 1.40 to 1.52 times. On an H200 with 8,192 tokens, before graphs had torch's own FP8
-product, which takes less of the host; source: benchmarks/results/2026-11-30-out-of-box.md, its last table for the
-seven."""
+hides that, so a model decides, not a linear. Six models of width 1024 and 2048 with 2e10 to 7e10 in the mean took 1.04
+to 1.55 times as long a step as with all in bf16; two of them without their smaller linears, with 9e10, 0.80 and 1.22
+times. One of width 2048 with 1.0e11 is 1.13 times as fast as in its bf16 steps, five of width 4096, 2.5e11 and more,
+1.40 to 1.52 times. In ZeRO-3, where each layer is a graph, two with 1.0e11 and one with 1.3e11 take 1.23 to 1.29 times
+as long in FP8 on one GPU; on several, FP8 halves what they wait for. On an H200 with 8,192 tokens; source:
+benchmarks/results/2026-11-30-out-of-box.md, its last table for the first."""
 MIN_CHECKPOINTED_MACS = 1_000_000_000_000
 """Multiply-adds of experts in FP8 in a compiled model's checkpointed layers, which then run in eager as a whole.
 
