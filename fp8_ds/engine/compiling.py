@@ -1,5 +1,5 @@
 """Changes of `engine.compile()`: the limit of graphs, guards on our own fixed objects, rotary tables made once, logits
-without a gradient; in ZeRO-3 biases added out of place, and layers checkpointed inside their hooks."""
+without a gradient; in ZeRO-3 biases added out of place, and layers checkpointed without their hooks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -70,49 +70,58 @@ def add_biases_out_of_place() -> None:
     RECORD.set(ds_linear, "LinearFunctionForZeroStage3", OutOfPlace)
 
 
-class CheckpointsInside:
-    """What checkpoints a layer inside its hooks; `remove()` puts back what did so around them.
+class CheckpointedForward:
+    """A layer's `forward` that checkpoints it without its hooks, where its class does so with them.
 
-    Until 5.17 at least, layers of transformers checkpoint their own `__call__` (modeling_layers.py), with hooks in it.
-    Dynamo can trace no checkpoint with a hook of ZeRO-3 in it, and runs the whole layer in eager, in silence. 5.24
-    checkpoints `forward`, as is done here. A later `gradient_checkpointing_enable()` undoes it, too.
+    Layers of transformers with a modeling_layers.py, until 5.17 at least, checkpoint their own `__call__`. Dynamo can
+    trace no checkpoint with a hook of ZeRO-3 in it, and runs the whole layer in eager, in silence. 5.24 checkpoints
+    `forward`, as is done here.
 
     Args:
-        layer: a module whose class has a `__call__` that calls `_gradient_checkpointing_func(function, *inputs)`.
+        layer: a module whose class has a `__call__` that calls `_gradient_checkpointing_func(function, *inputs)` if
+            `gradient_checkpointing` is true, in training.
     """
 
     def __init__(self, layer: Any) -> None:
-        self._layer, self._checkpoint = layer, layer._gradient_checkpointing_func
-        layer._gradient_checkpointing_func = self
-        layer.forward = MethodType(_checkpointed, layer)
+        self.layer = layer
+        self.checkpoint: Callable[..., Any] | None = None
+        layer.forward = partial(_forward, layer)
+
+    def take_over(self) -> None:
+        """Take the layer's function for checkpoints, which transformers sets anew when they are switched off or on."""
+        function = self.layer.__dict__.get("_gradient_checkpointing_func")
+        if function is not None and function is not self:
+            self.checkpoint = function
+            self.layer._gradient_checkpointing_func = self
 
     def __call__(self, function: Callable[..., Any], *inputs: Any) -> Any:
-        """Call the layer with its hooks."""
+        """Call the layer with its hooks, and without a checkpoint."""
         return function(*inputs)
 
     def remove(self) -> None:
-        if self._layer._gradient_checkpointing_func is self:
-            self._layer._gradient_checkpointing_func = self._checkpoint
-        if getattr(self._layer.__dict__.get("forward"), "__func__", None) is _checkpointed:
-            del self._layer.forward
+        if self.layer.__dict__.get("_gradient_checkpointing_func") is self:
+            self.layer._gradient_checkpointing_func = self.checkpoint
+        if getattr(self.layer.__dict__.get("forward"), "func", None) is _forward:
+            del self.layer.forward
 
 
-def checkpoint_inside_hooks(layers: Iterable[nn.Module]) -> list[CheckpointsInside]:
-    """Checkpoint without their hooks those of `layers` that are checkpointed with them; return what does it."""
+def checkpoint_without_hooks(layers: Iterable[nn.Module]) -> list[CheckpointedForward]:
+    """Give those of `layers` that are checkpointed with their hooks another `forward`, and return it."""
     return [
-        CheckpointsInside(layer)
+        CheckpointedForward(layer)
         for layer in layers
         if type(layer).__call__ is not nn.Module.__call__
+        and hasattr(layer, "gradient_checkpointing")
         and "forward" not in layer.__dict__
-        and not isinstance(getattr(layer, "_gradient_checkpointing_func", layer), nn.Module | CheckpointsInside)
     ]
 
 
-def _checkpointed(layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Become the `forward` of `layer`."""
-    how = layer._gradient_checkpointing_func
-    if isinstance(how, CheckpointsInside) and layer.gradient_checkpointing and layer.training:
-        return how._checkpoint(partial(type(layer).forward, layer, **kwargs), *args)
+def _forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the class's own `forward`, checkpointed if `layer` is."""
+    if layer.gradient_checkpointing and layer.training:
+        hook = layer._gradient_checkpointing_func
+        if isinstance(hook, CheckpointedForward) and hook.checkpoint is not None:
+            return hook.checkpoint(partial(type(layer).forward, layer, **kwargs), *args)
     return type(layer).forward(layer, *args, **kwargs)
 
 

@@ -71,6 +71,7 @@ class Fp8Engine(Fp8Checkpoints):
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         self._fp8_hooks: list[Any] = []  # things with `remove()`
+        self._fp8_checkpointed: list[compiling.CheckpointedForward] = []
         self._fp8_drops_full_masks = False
         super().__init__(*args, **kwargs)
         if self.fp8 is not None:
@@ -89,6 +90,8 @@ class Fp8Engine(Fp8Checkpoints):
         if callbacks is not None:
             callbacks.before_forward(self.module.training, (inputs, kwargs))
         keep_values_in_hooks()
+        for layer in self._fp8_checkpointed:
+            layer.take_over()
         if self._fp8_drops_full_masks and self.module._compiled_call_impl is not None:
             kwargs = attention_masks.without_full_mask(inputs, kwargs)  # a graph cannot read a mask
         output = super().forward(*inputs, **kwargs)  # type: ignore[misc]
@@ -118,7 +121,9 @@ class Fp8Engine(Fp8Checkpoints):
             lines += [deepspeed_fixes.before_compiling(self, leaves is not None)]
             lines += [leaf_modules.hint_on_live(self) if leaves else None]
             if self.zero_optimization_partition_weights():
-                self._fp8_hooks += compiling.checkpoint_inside_hooks(leaf_modules.leaves_in(self.module))
+                new = compiling.checkpoint_without_hooks(leaf_modules.leaves_in(self.module))
+                self._fp8_checkpointed += new
+                self._fp8_hooks += new
             for line in filter(None, lines):
                 say(line)
             given.arguments["compile_kwargs"] = compiling.without_fixed(given.arguments.get("compile_kwargs", {}))

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from deepspeed.runtime.utils import count_used_parameters_in_backward
 from deepspeed.runtime.zero.leaf_module_config import DEFAULT_LEAF_MODULE_CLASSES
 from deepspeed.utils import set_z3_leaf_module, z3_leaf_module
@@ -56,22 +57,26 @@ class Leaves:
             set_z3_leaf_module(module, True)
 
 
-class ReducesTogether:
+class GroupedGradHook:
     """Hook of several parameters that reduces their gradients when the last one of a backward is there.
 
     Args:
-        reduce: what does so; it takes three arguments and uses none.
-        params: of which those that need a gradient get the hook.
+        reduce: reduces all of them; it takes three arguments and uses none.
+        params: those that need a gradient get the hook.
     """
 
     def __init__(self, reduce: Callable[..., None], params: Iterable[Any]) -> None:
         self._reduce, self._params = reduce, [p for p in params if p.requires_grad]
-        self._num_left = 0
+        self._backward = self._num_left = -1
         self.handles = [p.register_post_accumulate_grad_hook(self) for p in self._params]
 
     def __call__(self, param: Tensor) -> None:
-        self._num_left = (self._num_left or count_used_parameters_in_backward(self._params)) - 1
-        if not self._num_left:
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:  # the one before may have ended by an error
+            self._backward, self._num_left = backward, count_used_parameters_in_backward(self._params)
+        self._num_left -= 1
+        if self._num_left == 0:
+            self._backward = -1
             self._reduce(None, None, None)
 
 
@@ -120,7 +125,7 @@ def _reduce_without_module(zero: Any, module: Module) -> None:
         reduce = module._backward_hooks[handle.id]
         handle.remove()
         hooks.remove(handle)
-        hooks += ReducesTogether(reduce, zero.leaf_parameters[module]).handles
+        hooks += GroupedGradHook(reduce, zero.leaf_parameters[module]).handles
 
 
 def describe(made: Leaves) -> str:

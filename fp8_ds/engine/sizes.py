@@ -13,7 +13,8 @@ from fp8_ds.engine.precision import LayerPrecision
 from fp8_ds.engine.ranks import tell_all
 from fp8_ds.nn.linear.fp8_linear import full_shape
 from fp8_ds.nn.moe.experts import ExpertsWeight
-from fp8_ds.nn.plan.flops import MIN_CHECKPOINTED_MACS, SizeRule, share_of_experts
+from fp8_ds.nn.plan import flops
+from fp8_ds.nn.plan.flops import SizeRule, share_of_experts
 from fp8_ds.zero.one_pass import OnePass
 
 _GAINS = {
@@ -81,16 +82,18 @@ class SizeDecision:
             num_rows = num_tokens * num_experts * share_of_experts(layer.module, num_experts)
             if not of_experts.gains(num_rows, *features):
                 too_small.add(name)
-                has_checkpointed |= of_experts.macs == MIN_CHECKPOINTED_MACS
+                has_checkpointed |= ends_checkpoint and self._min_size is None
         self._precision.too_small = frozenset(rule.too_small(linears) | too_small)
         line = self._line(rule, num_tokens, is_compiled, has_checkpointed)
         self._precision.update(self._engine.global_steps, line)
 
     def _is_checkpointed(self, name: str) -> bool:
-        """Whether a layer of transformers that the weight `name` is in is checkpointed."""
-        parts = name.split(".")
-        modules = (self._engine.module.get_submodule(".".join(parts[:end])) for end in range(len(parts)))
-        return any(getattr(module, "gradient_checkpointing", False) for module in modules)
+        """Whether the layer of transformers that the weight `name` is in, or else its model, is checkpointed."""
+        place, found = name, None
+        while place and found is None:
+            place = place.rpartition(".")[0]
+            found = getattr(self._engine.module.get_submodule(place), "gradient_checkpointing", None)
+        return bool(found)
 
     def _line(self, rule: SizeRule, num_tokens: int, is_compiled: bool, has_checkpointed: bool) -> str:
         """Say which rule has left how many layers in bf16."""
@@ -99,7 +102,7 @@ class SizeDecision:
         mode = "compiled" if is_compiled else "eager"
         mean = f" and all of them from {rule.mean_macs:.3g} in the mean" if rule.mean_macs else ""
         if has_checkpointed:
-            mean += f", experts of checkpointed layers from {MIN_CHECKPOINTED_MACS:.3g}"
+            mean += f", experts of checkpointed layers from {flops.MIN_CHECKPOINTED_MACS:.3g}"
         text = (
             f"fp8: {num_small} of {num} linears stay bf16, too small to gain: {num_tokens:,} tokens a rank in {mode} "
             f"mode, where a product gains from {rule.macs:.3g} multiply-adds on ({width:,} x {width:,}){mean}; "

@@ -323,11 +323,13 @@ def run_of_layers(
     fp8: dict[str, Any],
     stance: str = "default",
     num_layers: int = 2,
+    switches: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Train a Llama of few layers, whose weights ZeRO-3 releases at once, and compile it twice before a step.
 
     Args:
+        switches: whether checkpointing is switched off and on before a step, as TRL does around generation.
         stance: "force_eager": what is compiled runs in eager, without graphs.
     """
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -339,6 +341,9 @@ def run_of_layers(
         for step in range(NUM_STEPS):
             for _ in range(2 * (step == first_compiled)):
                 engine.compile(backend="aot_eager")
+            if switches and step == 2:
+                engine.module.gradient_checkpointing_disable()
+                engine.module.gradient_checkpointing_enable({"use_reentrant": False})
             tokens = tokens_of(engine, step)
             loss = engine(input_ids=tokens, labels=tokens).loss
             left.append(sum(p.ds_status != ZeroParamStatus.NOT_AVAILABLE for p in engine.module.parameters()))
@@ -347,10 +352,12 @@ def run_of_layers(
             losses.append(float(loss))
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     module, prefetched = engine.module, engine.zero_prefetch_bucket_size()
+    functions = [getattr(layer, "_gradient_checkpointing_func", None) for layer in module.model.layers]
     found = {"losses": losses, "state": training.fp8_state(engine), "graphs": graphs, "breaks": len(events.breaks)}
     found |= {"leaves": [type(leaf).__name__ for leaf in get_z3_leaf_modules(module)], "prefetched": prefetched}
     training.destroy(engine)
     found["forwards"] = ["forward" in layer.__dict__ for layer in module.modules()]
+    found["functions"] = [type(function).__name__ for function in functions]
     return found | {"left": left[-1], "leaves_at_end": len(get_z3_leaf_modules(module))}
 
 
@@ -396,7 +403,7 @@ def test_compile_makes_decoder_layers_leaves_as_leaf_module_in_the_configuration
 
 @contextmanager
 def layers_that_checkpoint_with_their_hooks() -> Iterator[None]:
-    """Llama's layers as transformers before 5.18 has them."""
+    """Llama's layers as transformers 5.17 has them."""
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -414,11 +421,12 @@ def layers_that_checkpoint_with_their_hooks() -> Iterator[None]:
 def test_layers_of_zero_3_that_are_checkpointed_with_their_hooks_compile_as_others_do(zero: dict[str, Any]) -> None:
     """Dynamo traces no checkpoint with a hook of ZeRO-3 in it, and would run these layers in eager."""
     pytest.importorskip("transformers")
-    usual = run_of_layers(zero, 0, DELAYED, num_layers=1, checkpointing=True)
+    usual = run_of_layers(zero, 0, DELAYED, num_layers=1, switches=True, checkpointing=True)
     with layers_that_checkpoint_with_their_hooks():
-        older = run_of_layers(zero, 0, DELAYED, num_layers=1, checkpointing=True)
+        older = run_of_layers(zero, 0, DELAYED, num_layers=1, switches=True, checkpointing=True)
     assert older["losses"] == usual["losses"] and older["graphs"] == usual["graphs"]
     training.assert_fp8_equals(older["state"], usual["state"])
+    assert older["functions"] == ["CheckpointedForward"] and usual["functions"] == ["partial"]
     assert not any(older["forwards"])
 
 

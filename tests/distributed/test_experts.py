@@ -245,7 +245,9 @@ def trained_by_graphs(is_compiled: bool, freezes_gates: bool) -> dict[str, Any]:
     for name, p in net.named_parameters():
         p.requires_grad_(not (freezes_gates and name.endswith("mlp.gate.weight")))
     fp8 = {"linear": {"min_size": 1 << 50}}
-    engine = training.start(net, training.ds_config(3, fp8, gradient_accumulation_steps=2))
+    small_buckets = {"reduce_bucket_size": 1000}  # with one bucket for all a late gradient finds its place in it
+    config = training.ds_config(3, fp8, gradient_accumulation_steps=2, zero_optimization=small_buckets)
+    engine = training.start(net, config)
     if is_compiled:
         engine.compile(backend="aot_eager")
     found = {"losses": training.train(engine, 3), "masters": training.full_masters(engine)}
@@ -259,8 +261,6 @@ def test_experts_in_bf16_are_part_of_the_graph_of_a_checkpointed_layer(ranks: An
     for eager, compiled in zip(
         *(ranks(2).run(trained_by_graphs, on, freezes_gates) for on in (False, True)), strict=True
     ):
-        assert compiled["losses"] == pytest.approx(eager["losses"], abs=2e-3)
-        for name, master in eager["masters"].items():
-            torch.testing.assert_close(compiled["masters"][name], master, rtol=0, atol=1e-2)
-            assert float((compiled["masters"][name] - master).abs().mean()) < 2e-4
+        assert compiled["losses"] == eager["losses"]
+        assert all(torch.equal(compiled["masters"][name], master) for name, master in eager["masters"].items())
         assert "_pre_forward_module_hook" in compiled["breaks"] and "ackward" not in compiled["breaks"]

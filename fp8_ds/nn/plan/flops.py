@@ -34,9 +34,9 @@ MIN_CHECKPOINTED_MACS = 1_000_000_000_000
 """Multiply-adds of experts in FP8 in a compiled model's checkpointed layers, which then run in eager as a whole.
 
 torch.compile makes a graph of a checkpointed layer or none, and experts in FP8 end a graph. On an H200 with 8,192
-tokens Mixtral of width 2048 (3.8e11) took 1.04 to 1.08 times as long a step as DeepSpeed's eager bf16 so. Of width 4096
-(1.9e12) FP8 takes 0.88 of bf16's time in eager mode, and compiling that gives models of this size 1.06 at most.
-Source: benchmarks/results/2026-11-30-out-of-box.md."""
+tokens Mixtral of width 2048 (3.8e11) took 102.5 ms a step so, where DeepSpeed's eager bf16 took 95.0, and with all in
+bf16 47.7, where that took 117. Width 4096 (1.9e12) is not measured in this mode; in eager its experts gain. Sources:
+benchmarks/results/2026-11-30-layers-in-eager.md, 2026-11-30-out-of-box.md."""
 MIN_FEATURES = 1200
 """Twice the least in * out / (in + out) that gains, whatever the number of tokens: the width of a square linear.
 
@@ -86,8 +86,8 @@ class SizeRule:
         return sizes.keys() - macs.keys()
 
     def gains(self, num_tokens: float, in_features: int, out_features: int) -> bool:
-        """Whether a linear gains in FP8 with so many tokens on a rank; of experts, which are computed together, the
-        rule is eager's, and a token counts once for each that it visits."""
+        """Whether a linear gains in FP8 with so many tokens on a rank; of experts, which are computed together, a token
+        counts once for each that it visits."""
         is_wide = 2 * in_features * out_features >= self.features * (in_features + out_features)
         return is_wide and num_tokens * in_features * out_features >= self.macs
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8_ds.config import Fp8Config, ScheduleConfig
-from fp8_ds.engine import sizes
 from fp8_ds.engine.precision import LayerPrecision
 from fp8_ds.engine.sizes import SizeDecision, num_tokens_of
 from fp8_ds.nn.plan import flops
@@ -116,14 +115,14 @@ def test_experts_that_end_the_graph_of_a_checkpointed_layer_are_larger(monkeypat
     layer = nn.Module()
     layer.experts, layer.gradient_checkpointing = mixtral.MixtralExperts(config), False
     model = nn.ModuleDict({"layer": layer})
+    model.gradient_checkpointing = True  # of layers by themselves it says nothing
     linear = rank.engine.fp8.config.linear
     apply_plan(model, make_plan(model, linear), linear, "cpu")
     rank.engine.module = model
     rank.precision = LayerPrecision(model, lambda names: None, ScheduleConfig(), None, rank.said.append)
     monkeypatch.setattr("fp8_ds.nn.plan.flops.MIN_FEATURES", 0)
     monkeypatch.setitem(flops.MIN_MACS, "eager", 21 * 2 * 16 * 32)
-    for module in (flops, sizes):
-        monkeypatch.setattr(module, "MIN_CHECKPOINTED_MACS", 21 * 2 * 16 * 64 + 1)
+    monkeypatch.setattr(flops, "MIN_CHECKPOINTED_MACS", 21 * 2 * 16 * 64 + 1)
     names = {"layer.experts.gate_up_proj", "layer.experts.down_proj"}
     for is_compiled, is_checkpointed, left in ((True, False, set()), (False, True, set()), (True, True, names)):
         rank.engine.is_compiled, layer.gradient_checkpointing = is_compiled, is_checkpointed
