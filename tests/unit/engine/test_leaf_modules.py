@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from fp8_ds.engine import deepspeed_fixes, leaf_modules
@@ -134,3 +135,36 @@ def test_modules_that_are_used_outside_of_the_leaves_too_are_not_inside() -> Non
     blocks[1].shared = shared
     model.layers, model.shared = nn.ModuleList(blocks), shared
     assert leaf_modules._modules_inside(model, blocks) == [blocks[0].linear, blocks[1].linear]
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise RuntimeError("a backward that fails")
+
+
+def test_gradients_of_a_block_are_reduced_with_the_last_one_of_a_backward() -> None:
+    """Of those that it uses; and after a backward that failed between two of them as well."""
+    first, second = (nn.Parameter(torch.ones(3, dtype=torch.float32)) for _ in range(2))
+    frozen = nn.Parameter(torch.ones(3, dtype=torch.float32), requires_grad=False)
+    seen: list[list[bool]] = []
+
+    def reduce(*args: Any) -> None:
+        seen.append([p.grad is not None for p in (first, second)])
+        first.grad = second.grad = None
+
+    hook = leaf_modules.GroupedGradHook(reduce, [first, second, frozen])
+    (first * second * frozen).sum().backward()
+    (2 * first).sum().backward()
+    assert seen == [[True, True], [True, False]] and len(hook.handles) == 2
+    failing = Fails.apply(second).sum()
+    with pytest.raises(RuntimeError, match="that fails"):
+        (failing + (2 * first).sum()).backward()
+    assert len(seen) == 2 and first.grad is not None
+    first.grad = None
+    (first * second).sum().backward()
+    assert seen[2:] == [[True, True]]
