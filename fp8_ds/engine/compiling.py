@@ -70,6 +70,40 @@ def add_biases_out_of_place() -> None:
     RECORD.set(ds_linear, "LinearFunctionForZeroStage3", OutOfPlace)
 
 
+def compute_functions_again() -> None:
+    """Let graphs of checkpointed layers compute outputs of autograd Functions again, until `fp8_ds.uninstall()`.
+
+    torch 2.11 marks what a checkpointed region computes (torch/_higher_order_ops/wrap.py, `tag_nodes`), but not the
+    graph within a node that a `torch.autograd.Function` is: outputs of FP8 linears, and of all linears in ZeRO-3, are
+    kept. 2.13 has no such function and computes them again.
+    """
+    from torch._higher_order_ops.wrap import TagActivationCheckpoint
+
+    tag_nodes = getattr(TagActivationCheckpoint, "tag_nodes", None)
+    if not RECORD.patches or tag_nodes is None or hasattr(tag_nodes, "fp8_ds_original"):
+        return
+
+    def tag_all(graph: Any, is_sac: bool) -> Any:
+        tagged = tag_nodes(graph, is_sac)
+        _tag_functions(graph)
+        return tagged
+
+    tag_all.fp8_ds_original = tag_nodes  # type: ignore[attr-defined]
+    RECORD.set(TagActivationCheckpoint, "tag_nodes", staticmethod(tag_all))
+
+
+def _tag_functions(graph: Any) -> None:
+    """Give the forwards of autograd Functions in `graph` the marks of their nodes: another number is another region,
+    whose inputs are kept."""
+    for node in graph.graph.nodes:
+        if node.target is torch.ops.higher_order.autograd_function_apply:
+            forward = getattr(graph, node.args[0].target)
+            for inner in forward.graph.nodes:
+                if inner.op in ("call_function", "call_method", "call_module"):
+                    inner.meta.update({name: node.meta[name] for name in ("ac_graph_id", "recompute")})
+            _tag_functions(forward)
+
+
 class CheckpointedForward:
     """A layer's `forward` that checkpoints it without its hooks, where its class does so with them.
 

@@ -114,6 +114,7 @@ class Fp8Engine(Fp8Checkpoints):
         given = inspect.signature(super().compile).bind(*args, **kwargs)  # type: ignore[misc]
         if self.fp8 is not None:
             compiling.allow_more_graphs()
+            compiling.compute_functions_again()
             self._fp8_hooks += compiling.keep_tables(self.module)
             if leaves := leaf_modules.make_leaves(self):
                 self._fp8_hooks.append(leaves)
