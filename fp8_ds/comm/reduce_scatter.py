@@ -331,12 +331,11 @@ def reduce_scatter_shares(
     gradients).
 
     With two ranks the result has the bits of DeepSpeed's, over NCCL except for subnormal numbers
-    (`_is_divided_by_backend`). With more ranks the order of additions may depend on how gradients are split. Several
-    tensors are not written to: autograd may hand out one storage as the gradients of two parameters.
+    (`_is_divided_by_backend`). With more ranks the order of additions may depend on how gradients are split.
 
     Args:
-        tensors: contiguous, of one dtype and device, of the same sizes on all ranks. A single one that needs no padding
-            is written to, as in DeepSpeed, unless it has a place.
+        tensors: of one dtype and device, of the same sizes on all ranks. They are not written to, as
+            DeepSpeed writes to a single one: autograd may hand out one storage as the gradients of two parameters.
         places: for each tensor the memory that its share may be written to (1-D, contiguous), which saves a copy.
 
     Returns:
@@ -354,26 +353,25 @@ def reduce_scatter_shares(
     num_bytes = sum(tensors[index].nbytes for index in equal) // num_ranks
     if len(used) > 1 and not is_worth_it(len(equal), num_bytes):
         equal = []
-    wholes = [tensors[index].view(-1) for index in equal]
+    wholes = [tensors[index].reshape(-1) for index in equal]
     if uneven := sorted({*used} - {*equal}):
-        wholes.append(torch._chunk_cat([tensors[index].view(-1) for index in uneven], 0, num_ranks).view(-1))
+        wholes.append(torch._chunk_cat([tensors[index].reshape(-1) for index in uneven], 0, num_ranks).view(-1))
     op = dist.ReduceOp.AVG
     if not _is_divided_by_backend(wholes[0], num_ranks, group):
         op = dist.ReduceOp.SUM
-        if len(wholes) == 1:
-            wholes[0].div_(num_ranks)
-        else:
+        if equal:
             wholes = list(torch._foreach_div(wholes, num_ranks))
+        else:
+            wholes[0].div_(num_ranks)  # `_chunk_cat` made it
     places = places or [None] * len(tensors)
     own_places = [_place(places[index], tensors[index], num_ranks) for index in equal] + [None] * bool(uneven)
+    owns = [
+        whole.new_empty(whole.numel() // num_ranks) if place is None else place
+        for whole, place in zip(wholes, own_places, strict=True)
+    ]
     if len(wholes) == 1:
-        owns = [wholes[0].view(num_ranks, -1)[rank] if own_places[0] is None else own_places[0]]
         ds_comm.reduce_scatter_fn(owns[0], wholes[0], op=op, group=group)
     else:
-        owns = [
-            whole.new_empty(whole.numel() // num_ranks) if place is None else place
-            for whole, place in zip(wholes, own_places, strict=True)
-        ]
         reduce_scatter_each(owns, wholes, op, group)
     found = dict(zip(equal, owns, strict=False))
     if uneven:

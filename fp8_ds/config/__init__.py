@@ -48,6 +48,7 @@ DeepSpeedFix = Literal[
     "attention_masks",
     "epilogue_sync",
     "fetches_ahead",
+    "gradient_bucket",
     "graph_gradients",
     "group_timeout",
     "hook_signatures",

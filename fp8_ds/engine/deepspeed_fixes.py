@@ -22,6 +22,7 @@ import inspect
 import itertools
 import sys
 import weakref
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -44,6 +45,8 @@ FETCHES_AHEAD = 4
 
 def prepare(engine: Any) -> str | None:
     """Apply the repairs that DeepSpeed's optimizer is built with; return a line for the log, or None."""
+    if engine.fp8.config.has_fix("gradient_bucket"):
+        leave_out_bucket(engine)
     return raise_max_live_parameters(engine) if engine.fp8.config.has_fix("max_live_parameters") else None
 
 
@@ -141,6 +144,28 @@ def use_default_timeout(group: Any) -> None:
     if options is not None:
         c10d: Any = dist.distributed_c10d  # torch 2.14 renames it
         (getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout)(options._timeout, group)
+
+
+def leave_out_bucket(engine: Any) -> None:
+    """`gradient_bucket`: let ZeRO-3 reduce gradients from where they are, unless `contiguous_gradients` is set.
+
+    runtime/zero/stage3.py, `__add_grad_to_ipg_bucket`, copies each one to a buffer of `reduce_bucket_size` elements, a
+    GB by default, which is there all the time. A reduce-scatter copies them once more; only an all-reduce, with
+    `"reduce_scatter": false`, takes the buffer as it is.
+    """
+    if needs_no_bucket(engine._config._param_dict, engine._config.zero_config):
+        engine._config.zero_config.contiguous_gradients = False
+
+
+def needs_no_bucket(config: Mapping[str, Any], zero: Any) -> bool:
+    """Whether gradients may stay where they are until they are reduced: in stage 3, if nobody has asked for copies.
+
+    Args:
+        config: DeepSpeed's configuration, as it was given.
+        zero: its "zero_optimization" block, as DeepSpeed has read it.
+    """
+    given = config.get("zero_optimization", {})
+    return zero.stage == 3 and zero.reduce_scatter and "contiguous_gradients" not in given
 
 
 def raise_max_live_parameters(engine: Any) -> str | None:

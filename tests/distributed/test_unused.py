@@ -76,6 +76,8 @@ def test_a_run_without_any_repair_has_the_same_bits(stage: int, fp8: dict[str, A
         block = fp8 | {"without_deepspeed_fixes": without}
         engine = training.build(training.ds_config(stage, block, gradient_accumulation_steps=2))
         assert engine.tput_timer.config.synchronized is bool(without)
+        if stage == 3:
+            assert [b.buffer is None for b in engine.optimizer.ipg_buckets.values()] == [not without]
         found.append((training.train(engine, 3), training.full_masters(engine)))
         training.destroy(engine)
     (losses, masters), (own_losses, own_masters) = found

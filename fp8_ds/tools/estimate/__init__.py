@@ -57,6 +57,7 @@ class Setup:
         grad_bytes: bytes of an accumulated gradient: 2, or 4 with "grad_accum_dtype": "fp32".
         overlap_comm: None is DeepSpeed's default, true in stage 3.
         reduce_bucket_size: DeepSpeed's, in elements.
+        copies_gradients: whether stage 3 has a buffer for a bucket all the time, as it has with "contiguous_gradients".
         persistence_threshold: DeepSpeed's, in elements: smaller weights stay gathered in stage 3.
     """
 
@@ -67,11 +68,25 @@ class Setup:
     grad_bytes: int = BF16
     overlap_comm: bool | None = None
     reduce_bucket_size: int = 500_000_000
+    copies_gradients: bool = False
     persistence_threshold: int = 100_000
 
     @property
     def releases(self) -> bool:
         return self.optimizer.releases(self.gradient_clipping)
+
+    @property
+    def num_buffers(self) -> int:
+        """Buffers that buckets of gradients are copied to."""
+        if self.stage == 3:
+            return int(self.copies_gradients)
+        return 2 if self.overlap_comm else 1
+
+    @property
+    def bucket_numel(self) -> int:
+        """Elements of a bucket; with release, buffers and the copy that a reduction makes share the threshold."""
+        most = OUTSTANDING_UPDATE_BYTES // (3 if self.num_buffers == 2 else 2) // BF16
+        return min(self.reduce_bucket_size, most) if self.releases else self.reduce_bucket_size
 
 
 @dataclass
@@ -108,7 +123,7 @@ class StateBytes:
 
     Attributes:
         fp8, other: parts of FP8 weights, and of all other parameters with the padding.
-        buckets: buffers that gradients are reduced in; there all the time in stage 3, else during the backward.
+        buckets: buffers that gradients are copied to; there all the time in stage 3, else during the backward.
         unreduced: gradients of all parameters that stage 1 without overlap_comm holds until the backward ends.
         num_parameters: elements, over all ranks.
         stage: ZeRO stage.
@@ -152,14 +167,11 @@ def estimate_states(weights: Sequence[Weight], setup: Setup) -> StateBytes:
         ValueError: a stage that is none of 1, 2, 3, or no ranks.
     """
     most = max(parts_by_rank(weights, setup), key=lambda kinds: kinds[True].total + kinds[False].total)
-    num_buffers, numel = 2 if setup.overlap_comm and setup.stage < 3 else 1, setup.reduce_bucket_size
-    if setup.releases:  # buffers and the copy that a reduction makes share the threshold
-        numel = min(numel, OUTSTANDING_UPDATE_BYTES // (num_buffers + 1) // BF16)
-    late = setup.stage == 1 and num_buffers == 1 and not setup.releases
+    late = setup.stage == 1 and setup.num_buffers == 1 and not setup.releases
     return StateBytes(
         fp8=most[True],
         other=most[False],
-        buckets=num_buffers * numel * (setup.grad_bytes if setup.stage == 1 else BF16),
+        buckets=setup.num_buffers * setup.bucket_numel * (setup.grad_bytes if setup.stage == 1 else BF16),
         unreduced=setup.grad_bytes * sum(weight.numel for weight in weights if weight.is_trainable) if late else 0,
         num_parameters=sum(weight.numel for weight in weights),
         stage=setup.stage,

@@ -20,6 +20,7 @@ from fp8_ds.config.ds_config import BATCH_SIZES, FP32_NAMES, block_of, gradient_
 from fp8_ds.config.presets import Facts, is_written
 from fp8_ds.config.schedule import PrecisionSchedule
 from fp8_ds.engine.compat.config import refusals_of, refuse_settings, total_steps
+from fp8_ds.engine.deepspeed_fixes import needs_no_bucket
 from fp8_ds.engine.leaf_modules import LIVE_NAMES, live_weights
 from fp8_ds.engine.liger_loss import most_chunks
 from fp8_ds.errors import ConfigError, UnsupportedError
@@ -104,6 +105,7 @@ def read_run(
             "Name one with --micro-batch."
         )
     read = parsed(given, world_size)
+    is_in_place = fp8 is not None and fp8.has_fix("gradient_bucket") and needs_no_bucket(config, read.zero_config)
     dtype, total = block_of(config, "data_types").get("grad_accum_dtype"), total_steps(config)
     setup = Setup(
         zero_stage(config),
@@ -113,6 +115,7 @@ def read_run(
         grad_bytes=FP32 if str(dtype) in FP32_NAMES else BF16,
         overlap_comm=read.zero_config.overlap_comm,
         reduce_bucket_size=read.zero_config.reduce_bucket_size,
+        copies_gradients=read.zero_config.contiguous_gradients and not is_in_place,
         persistence_threshold=read.zero_config.param_persistence_threshold,
     )
     return Run(
@@ -287,8 +290,10 @@ def _footprint(model: nn.Module, run: Run) -> Footprint:
 
     def gradients(num_elements: int) -> int:
         """Return bytes of so many complete gradients, and the buckets, beside what is resident."""
-        if is_stage3 or num_elements == 0:
+        if num_elements == 0:
             return 0
+        if is_stage3:  # those of a bucket wait for each other, in the buffer or where they are
+            return 0 if setup.copies_gradients else BF16 * min(num_elements, setup.bucket_numel)
         if setup.releases or holds:
             return late
         if stays:
@@ -300,7 +305,8 @@ def _footprint(model: nn.Module, run: Run) -> Footprint:
 
     def in_graphs(num_elements: int) -> int:
         """Return the same for compiled graphs."""
-        of_graph = BF16 * num_elements if is_whole else late + BF16 * num_graph
+        waiting = gradients(num_elements) if is_stage3 else late
+        of_graph = BF16 * num_elements if is_whole else waiting + BF16 * num_graph
         in_float = 0 if setup.releases or num_elements < trainable - num_embedding else FP32 * num_embedding
         return of_graph + in_float
 

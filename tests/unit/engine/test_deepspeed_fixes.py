@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -19,6 +20,7 @@ CALLED_ONCE = {
     "detach_logits": "logits_gradient",
     "disable_timer_sync": "timer_sync",
     "use_default_timeout": "group_timeout",
+    "leave_out_bucket": "gradient_bucket",
     "raise_max_live_parameters": "max_live_parameters",
     "fetch_further_ahead": "fetches_ahead",
     "store_signatures": "hook_signatures",
@@ -75,6 +77,19 @@ def applied(monkeypatch: pytest.MonkeyPatch, without: list[str]) -> set[str]:
 @pytest.mark.parametrize("without", [[], *([name] for name in DEEPSPEED_FIXES)], ids=str)
 def test_a_name_leaves_out_one_and_no_other(monkeypatch: pytest.MonkeyPatch, without: list[str]) -> None:
     assert applied(monkeypatch, without) == set(DEEPSPEED_FIXES) - set(without)
+
+
+@pytest.mark.parametrize(
+    ("zero", "expected"),
+    [
+        ({"stage": 3}, True),
+        ({"stage": 3, "contiguous_gradients": True}, False),
+        ({"stage": 3, "reduce_scatter": False}, False),
+        ({"stage": 2}, False),
+    ],
+)
+def test_stage_3_needs_no_bucket_unless_it_was_asked_for(zero: dict[str, Any], expected: bool) -> None:
+    assert deepspeed_fixes.needs_no_bucket({"zero_optimization": zero}, DeepSpeedZeroConfig(**zero)) is expected
 
 
 def test_an_unknown_name_is_refused() -> None:

@@ -91,12 +91,12 @@ def test_frozen_weights_have_no_states() -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_with_release_buffers_and_a_copy_stay_within_the_threshold(stage: int, overlap: bool) -> None:
     """Only stage 1 without overlap and release holds gradients that are not reduced."""
-    release = estimate_states(LLAMA_8B, setup(stage, 8, release=True, overlap_comm=overlap))
-    num_buffers = 2 if overlap and stage < 3 else 1
+    num_buffers, copies = 2 if overlap and stage < 3 else 1, {"copies_gradients": stage == 3}
+    release = estimate_states(LLAMA_8B, setup(stage, 8, release=True, overlap_comm=overlap, **copies))
     assert release.buckets + release.buckets // num_buffers == pytest.approx(1 << 26, abs=8)
-    small = setup(stage, 8, release=True, overlap_comm=overlap, reduce_bucket_size=1000)
+    small = setup(stage, 8, release=True, overlap_comm=overlap, reduce_bucket_size=1000, **copies)
     assert estimate_states(LLAMA_8B, small).buckets == num_buffers * 2000
-    held = estimate_states(LLAMA_8B, setup(stage, 8, overlap_comm=overlap))
+    held = estimate_states(LLAMA_8B, setup(stage, 8, overlap_comm=overlap, **copies))
     num = sum(weight.numel for weight in LLAMA_8B)
     assert held.buckets == num_buffers * 10**9 and release.unreduced == 0
     assert held.unreduced == (2 * num if stage == 1 and not overlap else 0)
@@ -109,8 +109,9 @@ def test_exact_clipping_holds_the_gradients_that_release_would_free() -> None:
     assert estimate_states(LLAMA_8B, delayed_norm).parts.gradients == 0
     assert held.at_step - held.between_steps == held.parts.gradients > 0
     assert held.at_step == held.parts.total
-    stage3 = estimate_states(LLAMA_8B, setup(3, 8))
-    assert stage3.at_step == stage3.between_steps == stage3.parts.total + 10**9
+    for copies in (False, True):
+        stage3 = estimate_states(LLAMA_8B, setup(3, 8, copies_gradients=copies))
+        assert stage3.at_step == stage3.between_steps == stage3.parts.total + copies * 10**9
 
 
 @pytest.mark.parametrize(("stage", "num_ranks"), [(2, 64), (3, 8)])

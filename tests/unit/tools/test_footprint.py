@@ -60,7 +60,9 @@ def footprint(name: str, stage: int, fp8: dict[str, Any] | None, world: int, **z
 def test_llamas_are_estimated_within_half_a_percent_of_h200s(
     name: str, stage: int, fp8: dict[str, Any] | None, world: int, gib: float, then: float
 ) -> None:
-    assert footprint(name, stage, fp8, world).peak / GIB + then == pytest.approx(gib, rel=0.005)
+    """Stage 3 had a bucket then, in FP8, too."""
+    found = footprint(name, stage, fp8, world, contiguous_gradients=True)
+    assert found.peak / GIB + then == pytest.approx(gib, rel=0.005)
 
 
 def test_one_key_is_estimated_within_half_a_percent_of_an_h200() -> None:
