@@ -447,7 +447,9 @@ def outputs_of_the_mlp_that_are_kept(stage: int, checkpointing: bool) -> int:
         return make_boxed_func(graph)
 
     partition: Any = min_cut_rematerialization_partition
-    backend = aot_autograd(fw_compiler=look, bw_compiler=lambda graph, _: make_boxed_func(graph), partition_fn=partition)
+    backend = aot_autograd(
+        fw_compiler=look, bw_compiler=lambda graph, _: make_boxed_func(graph), partition_fn=partition
+    )
     engine.compile(backend=backend)
     engine.backward(engine(input_ids=tokens, labels=tokens).loss)
     training.destroy(engine)

@@ -41,7 +41,7 @@ def run(
             a step and no clipping, as release needs it.
         min_bytes: from which on a tensor is sent by itself and not copied.
     """
-    from fp8_ds.comm import collectives
+    from fp8_ds.comm import collectives, reduce_scatter
     from fp8_ds.ops.adamw.reference import adamw_step
 
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
@@ -52,11 +52,8 @@ def run(
     clipped = {"gradient_accumulation_steps": 2} if way != "plain" else {"gradient_clipping": 0.0}
     config = training.ds_config(stage, fp8, zero_optimization={"stage": stage, **zero}, **clipped)
     with ExitStack() as stack:
-        names = ("all_gather_each", "reduce_scatter_each")
-        launches = [
-            stack.enter_context(mock.patch.object(collectives, name, wraps=getattr(collectives, name)))
-            for name in names
-        ]
+        places = ((collectives, "all_gather_each"), (reduce_scatter, "reduce_scatter_each"))
+        launches = [stack.enter_context(mock.patch.object(*at, wraps=getattr(*at))) for at in places]
         if min_bytes is not None:
             stack.enter_context(mock.patch.object(collectives, "MIN_BYTES", min_bytes))
         if way == "reference":
