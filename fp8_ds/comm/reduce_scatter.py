@@ -321,7 +321,10 @@ def reduce_scatter_fp8_shares(
 
 @torch.no_grad()
 def reduce_scatter_shares(
-    tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None, places: Sequence[Tensor | None] = ()
+    tensors: Sequence[Tensor],
+    group: dist.ProcessGroup | None = None,
+    places: Sequence[Tensor | None] = (),
+    owned: bool = False,
 ) -> list[Tensor]:
     """Average each tensor over the ranks and return this rank's shares. Collective.
 
@@ -334,9 +337,10 @@ def reduce_scatter_shares(
     (`_is_divided_by_backend`). With more ranks the order of additions may depend on how gradients are split.
 
     Args:
-        tensors: of one dtype and device, of the same sizes on all ranks. They are not written to, as
-            DeepSpeed writes to a single one: autograd may hand out one storage as the gradients of two parameters.
+        tensors: of one dtype and device, of the same sizes on all ranks.
         places: for each tensor the memory that its share may be written to (1-D, contiguous), which saves a copy.
+        owned: whether a single tensor that needs no padding may be written to, as DeepSpeed does. Others are not:
+            autograd may hand out one storage as the gradients of two parameters.
 
     Returns:
         1-D shares without padding, shorter or empty on the last ranks. A share written to its place is that tensor.
@@ -356,19 +360,23 @@ def reduce_scatter_shares(
     wholes = [tensors[index].reshape(-1) for index in equal]
     if uneven := sorted({*used} - {*equal}):
         wholes.append(torch._chunk_cat([tensors[index].reshape(-1) for index in uneven], 0, num_ranks).view(-1))
+    may_write = len(wholes) == 1 and (owned or not equal)  # `_chunk_cat` made it
     op = dist.ReduceOp.AVG
     if not _is_divided_by_backend(wholes[0], num_ranks, group):
         op = dist.ReduceOp.SUM
-        if equal:
-            wholes = list(torch._foreach_div(wholes, num_ranks))
+        if may_write:
+            wholes[0].div_(num_ranks)
         else:
-            wholes[0].div_(num_ranks)  # `_chunk_cat` made it
+            wholes = list(torch._foreach_div(wholes, num_ranks))
     places = places or [None] * len(tensors)
     own_places = [_place(places[index], tensors[index], num_ranks) for index in equal] + [None] * bool(uneven)
-    owns = [
-        whole.new_empty(whole.numel() // num_ranks) if place is None else place
-        for whole, place in zip(wholes, own_places, strict=True)
-    ]
+    if may_write and own_places[0] is None:
+        owns = [wholes[0].view(num_ranks, -1)[rank]]
+    else:
+        owns = [
+            whole.new_empty(whole.numel() // num_ranks) if place is None else place
+            for whole, place in zip(wholes, own_places, strict=True)
+        ]
     if len(wholes) == 1:
         ds_comm.reduce_scatter_fn(owns[0], wholes[0], op=op, group=group)
     else:

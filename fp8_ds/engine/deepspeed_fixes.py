@@ -149,11 +149,14 @@ def use_default_timeout(group: Any) -> None:
 def leave_out_bucket(engine: Any) -> None:
     """`gradient_bucket`: let ZeRO-3 reduce gradients from where they are, unless `contiguous_gradients` is set.
 
+    Not with gradient release, whose bucket is small and bounds what waits.
+
     runtime/zero/stage3.py, `__add_grad_to_ipg_bucket`, copies each one to a buffer of `reduce_bucket_size` elements, a
     GB by default, which is there all the time. A reduce-scatter copies them once more; only an all-reduce, with
     `"reduce_scatter": false`, takes the buffer as it is.
     """
-    if needs_no_bucket(engine._config._param_dict, engine._config.zero_config):
+    releases = engine.fp8.config.optimizer.releases(engine.gradient_clipping())
+    if not releases and needs_no_bucket(engine._config._param_dict, engine._config.zero_config):
         engine._config.zero_config.contiguous_gradients = False
 
 
@@ -270,7 +273,9 @@ class FewerLaunches:
         own = ds_stage3.reduce_scatter_coalesced
         is_first = self._fp8_keeps_gradients and self.micro_step_id == 0
         places = [gradient_buffer(self, p) for p in params] if is_first else ()
-        ds_stage3.reduce_scatter_coalesced = partial(reduce_scatter_shares, places=places)
+        # A larger gradient is in no bucket, but autograd's own.
+        owned = self.contiguous_gradients and sum(p.grad.numel() for p in params) <= self.reduce_bucket_size
+        ds_stage3.reduce_scatter_coalesced = partial(reduce_scatter_shares, places=places, owned=owned)
         try:
             return super()._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(params, *args)  # type: ignore[misc]
         finally:

@@ -58,6 +58,7 @@ class Setup:
         overlap_comm: None is DeepSpeed's default, true in stage 3.
         reduce_bucket_size: DeepSpeed's, in elements.
         copies_gradients: whether stage 3 has a buffer for a bucket all the time, as it has with "contiguous_gradients".
+            With release one is counted in any case.
         persistence_threshold: DeepSpeed's, in elements: smaller weights stay gathered in stage 3.
     """
 
@@ -79,13 +80,13 @@ class Setup:
     def num_buffers(self) -> int:
         """Buffers that buckets of gradients are copied to."""
         if self.stage == 3:
-            return int(self.copies_gradients)
+            return int(self.copies_gradients or self.releases)
         return 2 if self.overlap_comm else 1
 
     @property
     def bucket_numel(self) -> int:
         """Elements of a bucket; with release, buffers and the copy that a reduction makes share the threshold."""
-        most = OUTSTANDING_UPDATE_BYTES // (3 if self.num_buffers == 2 else 2) // BF16
+        most = OUTSTANDING_UPDATE_BYTES // (self.num_buffers + 1) // BF16
         return min(self.reduce_bucket_size, most) if self.releases else self.reduce_bucket_size
 
 

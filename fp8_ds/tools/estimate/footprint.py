@@ -293,7 +293,7 @@ def _footprint(model: nn.Module, run: Run) -> Footprint:
         if num_elements == 0:
             return 0
         if is_stage3:  # those of a bucket wait for each other, in the buffer or where they are
-            return 0 if setup.copies_gradients else BF16 * min(num_elements, setup.bucket_numel)
+            return 0 if setup.num_buffers else BF16 * min(num_elements, setup.bucket_numel)
         if setup.releases or holds:
             return late
         if stays:
