@@ -343,7 +343,8 @@ def reduce_scatter_shares(
             autograd may hand out one storage as the gradients of two parameters.
 
     Returns:
-        1-D shares without padding, shorter or empty on the last ranks. A share written to its place is that tensor.
+        1-D shares without padding, shorter or empty on the last ranks. A share written to its place is that tensor; a
+        single rank's are the tensors.
     """
     from deepspeed import comm as ds_comm
 
@@ -351,6 +352,8 @@ def reduce_scatter_shares(
     if not any(numels):
         return [tensor.view(-1) for tensor in tensors]
     num_ranks, rank = ds_comm.get_world_size(group), ds_comm.get_rank(group)
+    if num_ranks == 1:
+        return [tensor.reshape(-1) for tensor in tensors]
     shares, sizes = equal_shares(numels, num_ranks, rank)
     used = [index for index, numel in enumerate(numels) if numel]
     equal = [index for index in used if numels[index] % num_ranks == 0]

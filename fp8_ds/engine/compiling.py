@@ -97,7 +97,7 @@ def _tag_functions(graph: Any) -> None:
     whose inputs are kept."""
     for node in graph.graph.nodes:
         if node.target is torch.ops.higher_order.autograd_function_apply:
-            forward = getattr(graph, node.args[0].target)
+            forward = graph.get_submodule(node.args[0].target)
             for inner in forward.graph.nodes:
                 if inner.op in ("call_function", "call_method", "call_module"):
                     inner.meta.update({name: node.meta[name] for name in ("ac_graph_id", "recompute")})

@@ -43,11 +43,14 @@ FETCHES_AHEAD = 4
 """Fetches of leaves that the host may run ahead; in FP8 these are the bytes of two leaves in bf16."""
 
 
-def prepare(engine: Any) -> str | None:
-    """Apply the repairs that DeepSpeed's optimizer is built with; return a line for the log, or None."""
-    if engine.fp8.config.has_fix("gradient_bucket"):
-        leave_out_bucket(engine)
-    return raise_max_live_parameters(engine) if engine.fp8.config.has_fix("max_live_parameters") else None
+def prepare(engine: Any) -> list[str]:
+    """Apply the repairs that DeepSpeed's optimizer is built with; return lines for the log."""
+    config = engine.fp8.config
+    lines = [
+        leave_out_bucket(engine) if config.has_fix("gradient_bucket") else None,
+        raise_max_live_parameters(engine) if config.has_fix("max_live_parameters") else None,
+    ]
+    return [line for line in lines if line]
 
 
 def mixins(host: type, config: Fp8Config, gradient_clipping: float) -> list[type]:
@@ -57,6 +60,7 @@ def mixins(host: type, config: Fp8Config, gradient_clipping: float) -> list[type
     found: list[tuple[DeepSpeedFix, type]] = []
     if issubclass(host, DeepSpeedZeroOptimizer_Stage3):
         found += [("universal_step", OwnUniversalSteps), ("reduce_scatter", FewerLaunches)]
+        found += [("gradient_bucket", WaitingGradients)]
         found += [("stale_gradients", FreshGradients)] if keeps_gradients else []
         found += [("epilogue_sync", EpilogueOnDevice)] if has_fp8_states else [("adam_step", OnePassStage3)]
     else:
@@ -146,18 +150,27 @@ def use_default_timeout(group: Any) -> None:
         (getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout)(options._timeout, group)
 
 
-def leave_out_bucket(engine: Any) -> None:
+def leave_out_bucket(engine: Any) -> str | None:
     """`gradient_bucket`: let ZeRO-3 reduce gradients from where they are, unless `contiguous_gradients` is set.
 
-    Not with gradient release, whose bucket is small and bounds what waits.
+    Not with gradient release, whose bucket is small and bounds what waits. Return a hint if the key says true.
 
     runtime/zero/stage3.py, `__add_grad_to_ipg_bucket`, copies each one to a buffer of `reduce_bucket_size` elements, a
     GB by default, which is there all the time. A reduce-scatter copies them once more; only an all-reduce, with
     `"reduce_scatter": false`, takes the buffer as it is.
     """
-    releases = engine.fp8.config.optimizer.releases(engine.gradient_clipping())
-    if not releases and needs_no_bucket(engine._config._param_dict, engine._config.zero_config):
-        engine._config.zero_config.contiguous_gradients = False
+    zero = engine._config.zero_config
+    if zero.stage < 3 or not zero.reduce_scatter or not zero.contiguous_gradients:
+        return None
+    if engine.fp8.config.optimizer.releases(engine.gradient_clipping()):
+        return None
+    if needs_no_bucket(engine._config._param_dict, zero):
+        zero.contiguous_gradients = False
+        return None
+    return (
+        f"fp8: zero_optimization.contiguous_gradients is true: every gradient is copied to a buffer of "
+        f"{zero.reduce_bucket_size:,} elements, which is there all the time. Leave the key out to save both"
+    )
 
 
 def needs_no_bucket(config: Mapping[str, Any], zero: Any) -> bool:
@@ -167,8 +180,8 @@ def needs_no_bucket(config: Mapping[str, Any], zero: Any) -> bool:
         config: DeepSpeed's configuration, as it was given.
         zero: its "zero_optimization" block, as DeepSpeed has read it.
     """
-    given = config.get("zero_optimization", {})
-    return zero.stage == 3 and zero.reduce_scatter and "contiguous_gradients" not in given
+    given = config.get("zero_optimization", {}).get("contiguous_gradients", "auto")
+    return zero.stage == 3 and zero.reduce_scatter and given == "auto"
 
 
 def raise_max_live_parameters(engine: Any) -> str | None:
@@ -258,6 +271,22 @@ class OwnUniversalSteps:
         for state in self.optimizer.state.values():
             if isinstance(step := state.get("step"), Tensor):
                 state["step"] = step.clone()
+
+
+class WaitingGradients:
+    """`gradient_bucket`: mix-in that keeps gradients of ZeRO-3 that wait in no bucket until the reduction has read
+    them.
+
+    runtime/zero/stage3.py, `partition_grads`, frees them on the stream of the reduction: where a rank has no part of a
+    small parameter it says `param.grad = None; continue`, before the line that tells the allocator of this stream.
+    """
+
+    def partition_grads(self: Any, params_to_release: list[Any], grad_partitions: list[Tensor]) -> list[Tensor]:
+        if not get_accelerator().is_synchronized_device():
+            stream = get_accelerator().current_stream()
+            for p in params_to_release:
+                p.grad.record_stream(stream)
+        return super().partition_grads(params_to_release, grad_partitions)  # type: ignore[misc]
 
 
 class FewerLaunches:

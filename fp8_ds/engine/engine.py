@@ -61,11 +61,11 @@ class Fp8Engine(Fp8Checkpoints):
             say("fp8: off for this engine: none of its linears is in FP8; it trains as stock bf16")
             self.fp8, self._fp8_unused = None, self.fp8
             return build(optimizer)
-        line = deepspeed_fixes.prepare(self)
+        lines = deepspeed_fixes.prepare(self)
         zero, host = zero_optimizer.build_zero(self, optimizer, build)
         zero_optimizer.retype(zero, host, self.fp8, self.gradient_clipping())
         deepspeed_fixes.finish(self, zero)
-        if line:
+        for line in lines:
             say(line)
         return zero
 

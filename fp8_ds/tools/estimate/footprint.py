@@ -275,6 +275,7 @@ def _footprint(model: nn.Module, run: Run) -> Footprint:
     states = estimate_states(weights, setup)
     parts, live = states.parts, _live_bytes(model, weights, run)
     trainable = sum(weight.numel for weight in weights if weight.is_trainable)
+    largest = max((weight.numel for weight in weights if weight.is_trainable), default=0)
     tokens = run.micro_batch * run.seq_len
     embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding) and m.weight.requires_grad}
     num_embedding = sum(p.numel() + tokens * p.shape[1] for p in embeddings)
@@ -293,7 +294,7 @@ def _footprint(model: nn.Module, run: Run) -> Footprint:
         if num_elements == 0:
             return 0
         if is_stage3:  # those of a bucket wait for each other, in the buffer or where they are
-            return 0 if setup.num_buffers else BF16 * min(num_elements, setup.bucket_numel)
+            return 0 if setup.num_buffers else BF16 * min(num_elements, max(setup.bucket_numel, largest))
         if setup.releases or holds:
             return late
         if stays:

@@ -375,3 +375,26 @@ def test_trainer_with_label_smoothing_and_metrics_trains_and_evaluates_as_withou
     assert not torch.equal(start, stock)
     assert_bitwise(logits, stock_logits)
     assert_bitwise(weight, stock)
+
+
+def test_a_functions_forward_has_the_marks_of_its_region() -> None:
+    """By the marks of torch 2.11: another number would be another region, whose inputs are kept."""
+    inner, outer = torch.fx.Graph(), torch.fx.Graph()
+    x = inner.placeholder("x")
+    inner.output(inner.call_function(torch.relu, (inner.call_function(torch.neg, (x,)),)))
+    forward = torch.fx.GraphModule({}, inner)
+    y, body = outer.placeholder("y"), outer.get_attr("forward_body_0")
+    node = outer.call_function(torch.ops.higher_order.autograd_function_apply, (body, body, y))
+    other = outer.call_function(torch.relu, (node,))
+    outer.output(other)
+    node.meta.update(ac_graph_id=7, recompute="again")
+    other.meta.update(ac_graph_id=7, recompute="again")
+    root = torch.nn.Module()
+    root.forward_body_0 = forward
+    compiling._tag_functions(torch.fx.GraphModule(root, outer))
+    marks = [(n.op, n.meta.get("ac_graph_id"), n.meta.get("recompute")) for n in forward.graph.nodes]
+    assert marks == [
+        ("placeholder", None, None),
+        *[("call_function", 7, "again")] * 2,
+        ("output", None, None),
+    ]

@@ -31,11 +31,23 @@ MIXED_IN = {
     deepspeed_fixes.OnePassStage3: "adam_step",
     deepspeed_fixes.OwnUniversalSteps: "universal_step",
     deepspeed_fixes.FewerLaunches: "reduce_scatter",
+    deepspeed_fixes.WaitingGradients: "gradient_bucket",
     deepspeed_fixes.FreshGradients: "stale_gradients",
     deepspeed_fixes.EpilogueOnDevice: "epilogue_sync",
     deepspeed_fixes.OverflowFromNorms: "overflow_check",
     deepspeed_fixes.GradientsOutOfGraphs: "graph_gradients",
 }
+
+
+GIVEN: list[tuple[dict[str, Any], bool, bool, bool]] = [
+    ({}, False, False, False),
+    ({}, True, False, True),
+    ({"contiguous_gradients": True}, False, True, True),
+    ({"contiguous_gradients": True, "reduce_scatter": False}, False, False, True),
+    ({"contiguous_gradients": False}, False, False, False),
+    ({"stage": 2}, False, False, True),
+]
+"""Of "zero_optimization", whether gradients are released, whether there is a hint, and what the key is afterwards."""
 
 
 class Stage3(DeepSpeedZeroOptimizer_Stage3):
@@ -83,6 +95,7 @@ def test_a_name_leaves_out_one_and_no_other(monkeypatch: pytest.MonkeyPatch, wit
     ("zero", "expected"),
     [
         ({"stage": 3}, True),
+        ({"stage": 3, "contiguous_gradients": "auto"}, True),
         ({"stage": 3, "contiguous_gradients": True}, False),
         ({"stage": 3, "reduce_scatter": False}, False),
         ({"stage": 2}, False),
@@ -90,6 +103,39 @@ def test_a_name_leaves_out_one_and_no_other(monkeypatch: pytest.MonkeyPatch, wit
 )
 def test_stage_3_needs_no_bucket_unless_it_was_asked_for(zero: dict[str, Any], expected: bool) -> None:
     assert deepspeed_fixes.needs_no_bucket({"zero_optimization": zero}, DeepSpeedZeroConfig(**zero)) is expected
+
+
+def test_the_stream_of_the_reduction_keeps_gradients_that_deepspeed_lets_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU: a CPU has no streams."""
+
+    class Host:
+        def partition_grads(self, params: list[Any], partitions: list[Any]) -> list[Any]:
+            for p in params:
+                p.grad = None
+            return partitions
+
+    zero = type("Zero", (deepspeed_fixes.WaitingGradients, Host), {})()
+    device = SimpleNamespace(is_synchronized_device=lambda: False, current_stream=lambda: "reduction")
+    monkeypatch.setattr(deepspeed_fixes, "get_accelerator", lambda: device)
+    streams: list[str] = []
+    p = SimpleNamespace(grad=SimpleNamespace(record_stream=streams.append))
+    zero.partition_grads([p], [])
+    assert streams == ["reduction"] and p.grad is None
+
+
+@pytest.mark.parametrize(("given", "releases", "is_hint", "after"), GIVEN)
+def test_a_bucket_that_was_asked_for_stays_with_a_hint(
+    given: dict[str, Any], releases: bool, is_hint: bool, after: bool
+) -> None:
+    states = {"states": "fp8", "master": "e4m11", "release": True} if releases else {}
+    zero = {"stage": 3, **given}
+    engine: Any = SimpleNamespace(
+        fp8=SimpleNamespace(config=Fp8Config.from_block({"enabled": True, "optimizer": states})),
+        _config=SimpleNamespace(_param_dict={"zero_optimization": zero}, zero_config=DeepSpeedZeroConfig(**zero)),
+        gradient_clipping=lambda: 0.0,
+    )
+    line = deepspeed_fixes.leave_out_bucket(engine)
+    assert (line is not None) == is_hint and engine._config.zero_config.contiguous_gradients is after
 
 
 def test_an_unknown_name_is_refused() -> None:
