@@ -168,9 +168,10 @@ def compare(
 
 
 class Target(str, Enum):
-    """Forms to convert to; "deepspeed" is refused with what to do instead."""
+    """Forms to convert to: bf16 is what safetensors is; "deepspeed" is refused with what to do instead."""
 
     safetensors = "safetensors"
+    bf16 = "bf16"
     universal = "universal"
     deepspeed = "deepspeed"
 
@@ -178,7 +179,8 @@ class Target(str, Enum):
 @app.command()
 def convert(
     source: Annotated[
-        Path, typer.Argument(help="Folder of save_checkpoint, of a universal checkpoint, or of safetensors.")
+        Path,
+        typer.Argument(help="Folder of save_checkpoint, of a universal checkpoint, or of safetensors, in FP8 too."),
     ],
     out: Annotated[Path, typer.Argument(help="An empty folder, one that is not there, or a universal SOURCE.")],
     to: Annotated[Target, typer.Option("--to", help="The form to write.")],
@@ -195,11 +197,11 @@ def convert(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Converts checkpoints: of training to bf16 safetensors, and these or those to a universal checkpoint.
+    """Converts checkpoints: of training, or of servers in FP8, to bf16 safetensors, and all to a universal checkpoint.
 
-    Weights leave as bf16 of the masters, bitwise. Of safetensors a universal checkpoint has masters equal to them,
-    moments of zero and step 0; it needs --stage, and an engine whose trainable parameters have the names in the files.
-    Parameter groups, learning rates and the scheduler stay the engine's own.
+    Weights leave as bf16 of the masters, bitwise; FP8 weights are bytes times scales. Of safetensors a universal
+    checkpoint has masters equal to them, moments of zero and step 0; it needs --stage, and an engine whose trainable
+    parameters have the names in the files. Parameter groups, learning rates and the scheduler stay the engine's own.
 
     Exit codes: 0 done, 2 wrong usage or refused, 3 file error, 4 a defect.
     """
@@ -210,7 +212,8 @@ def convert(
 
         with argument("source"):
             conversion.kind_of(source)
-        found = conversion.convert(source, out, to.value, tag, stage, model, trust_pickle)
+        target: conversion.Kind = "safetensors" if to is Target.bf16 else to.value
+        found = conversion.convert(source, out, target, tag, stage, model, trust_pickle)
     dtype = "fp32" if to.value == "universal" else "bf16"
     what = f"{found['num_tensors']} tensors, {decimal(found['num_bytes'], precision=2)} in {dtype}"
     lines = [f"{found['source']} to {found['target']}: {what}; {len(found['files'])} entries in {out}"]

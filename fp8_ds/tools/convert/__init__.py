@@ -24,10 +24,10 @@ from fp8_ds.checkpoint import folders
 from fp8_ds.checkpoint.folders import GLOBAL_STATE, TENSORS
 from fp8_ds.checkpoint.state import CHECKPOINT_KEY, LEFT_OUT_KEY
 from fp8_ds.errors import CheckpointError, ConfigError, Fp8DsError, UnsupportedError
-from fp8_ds.tools.convert import model_folder, universal
+from fp8_ds.tools.convert import fp8_folder, model_folder, universal
 from fp8_ds.tools.convert.universal import read_file, refuse_damage, shapes_in, tensor_in
 
-Kind = Literal["deepspeed", "universal", "safetensors"]
+Kind = Literal["deepspeed", "universal", "safetensors", "fp8"]
 
 _PATTERN_SIGNS = frozenset("*?[(){}+^$|\\")
 """Signs of globs and regular expressions, which DeepSpeed's converter makes of names."""
@@ -40,10 +40,13 @@ _MODEL_FILES, _LAYER_FILES = "*mp_rank_*_model_states.pt", "layer_*-model_states
 
 
 def kind_of(folder: Path) -> Kind:
-    """Return the kind of checkpoint in `folder`. Trainer's checkpoint-N, which also has safetensors, is DeepSpeed's.
+    """Return the kind of checkpoint in `folder`; "fp8" are safetensors with scales, as servers read them.
+
+    Trainer's checkpoint-N, which also has safetensors, is DeepSpeed's.
 
     Raises:
         ConfigError: it holds none of these.
+        UnsupportedError: safetensors that are quantised in another way.
         OSError: there is no such folder.
     """
     folders.restore_replaced(folder.resolve())  # a conversion in its place may have been killed
@@ -53,7 +56,7 @@ def kind_of(folder: Path) -> Kind:
     if (folder / folders.LATEST).exists() or any(folder.glob("*_model_states.pt")) or _tags(folder):
         return "deepspeed"
     if any(folder.glob("*.safetensors")):
-        return "safetensors"
+        return "safetensors" if fp8_folder.format_of(folder) is None else "fp8"
     nested = ", ".join(sorted(str(path.parent) for path in folder.glob(f"*/{folders.LATEST}")))  # Trainer's output_dir
     raise ConfigError(
         f"source: expected a folder of save_checkpoint, a universal checkpoint or one of safetensors, got {folder}. "
@@ -111,7 +114,7 @@ def convert(
         ("--model", model is not None and target != "safetensors", "safetensors as the target"),
         ("--stage", stage is not None and target != "universal", "universal as the target"),
         ("--tag", tag is not None and kind != "deepspeed", "a DeepSpeed checkpoint"),
-        ("--trust-pickle", trust_pickle and kind == "safetensors", "files of torch.save"),
+        ("--trust-pickle", trust_pickle and kind in ("safetensors", "fp8"), "files of torch.save"),
     ):
         if is_wrong:
             raise ConfigError(f"{option}: expected it with {wanted} only, got {kind} to {target}. Leave it out.")
@@ -123,11 +126,21 @@ def convert(
             latest = out.resolve().parent / folders.LATEST_UNIVERSAL
             folders.write_text(latest, out.resolve().name)
     else:
+        if kind == "fp8" and model is None:
+            model = source
         configurations = model_folder.configuration_files(model) if model is not None else []
-        tensors = _of_universal(source, trust_pickle) if kind == "universal" else _of_save(source, tag, trust_pickle)
+        if kind == "fp8":
+            tensors = _of_fp8(source, torch.bfloat16)
+        else:
+            tensors = (
+                _of_universal(source, trust_pickle) if kind == "universal" else _of_save(source, tag, trust_pickle)
+            )
         num_tensors, num_bytes = model_folder.write_tensors(tensors, out)
         for path in configurations:
-            shutil.copyfile(path, out / path.name)
+            if path.name == fp8_folder.CONFIG and (text := fp8_folder.without_quantization(path)) is not None:
+                folders.write_text(out / path.name, text)
+            else:
+                shutil.copyfile(path, out / path.name)
     return {
         "source": kind,
         "target": target,
@@ -145,8 +158,9 @@ def _write_universal(
     if out.is_mount():
         raise ConfigError(f"out: expected a folder that a rename can name, got the mount {out}. Name one in it.")
     with universal.published(out) as work:
-        if kind == "safetensors":
-            universal.write_weights(model_folder.read_tensors(source), work, int(stage or 0), source)
+        if kind in ("safetensors", "fp8"):
+            read = model_folder.read_tensors(source) if kind == "safetensors" else _of_fp8(source, torch.float32)
+            universal.write_weights(read, work, int(stage or 0), source)
         else:
             if kind == "deepspeed":
                 _run_ds_to_universal(source, tag, work, trust_pickle)
@@ -158,6 +172,12 @@ def _write_universal(
         paths = [path for path in (work / "zero").rglob("*.pt") if path.name in TENSORS]
         sizes = [tensor_in(read_file(path, trust_pickle)).nbytes for path in paths]
     return len(sizes), sum(sizes)
+
+
+def _of_fp8(source: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    stored = fp8_folder.format_of(source)
+    assert stored is not None
+    return fp8_folder.read_values(source, stored, dtype)
 
 
 def _of_universal(source: Path, trust_pickle: bool) -> Iterator[tuple[str, Tensor]]:

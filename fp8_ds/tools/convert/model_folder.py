@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from fp8_ds.checkpoint import folders
@@ -19,33 +22,81 @@ _SHARD_BYTES = 5 * 10**9
 _WIDTH = 60
 
 
-def read_tensors(source: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the files that the index lists, or of all safetensors in `source` if it has none."""
-    from safetensors import SafetensorError, safe_open
+class TensorFiles:
+    """Tensors of the files that the index of a model folder lists, or of all its safetensors if it has none.
 
-    index = source / INDEX
-    listed = _weight_map(index) if os.path.lexists(index) else {}
-    paths = sorted({source / name for name in listed.values()} or source.glob("*.safetensors"))
-    refuse_special(paths)
-    seen: set[str] = set()
-    for path in paths:
-        try:
-            with safe_open(path, framework="pt") as file:
-                if twice := sorted(seen.intersection(file.keys())):
-                    raise CheckpointError(
-                        f"{path}: expected tensors once, got {twice[0]} again. Leave one of the files."
-                    )
-                for name in file.keys():  # noqa: SIM118  # no dict
-                    seen.add(name)
-                    yield name, file.get_tensor(name)
-        except SafetensorError as error:
+    Args:
+        source: the folder. Its files stay open.
+
+    Raises:
+        CheckpointError: a file is damaged, holds a tensor that another has, or the index names one that none has.
+        OSError: a file that the index names is not there.
+    """
+
+    def __init__(self, source: Path) -> None:
+        from safetensors import safe_open
+
+        index = source / INDEX
+        listed = _weight_map(index) if os.path.lexists(index) else {}
+        paths = sorted({source / name for name in listed.values()} or source.glob("*.safetensors"))
+        refuse_special(paths)
+        self._found: dict[str, tuple[Path, Any]] = {}
+        for path in paths:
+            with _named(path):
+                file = safe_open(path, framework="pt")
+                names = file.keys()
+            if twice := sorted(self._found.keys() & names):
+                raise CheckpointError(f"{path}: expected tensors once, got {twice[0]} again. Leave one of the files.")
+            self._found |= dict.fromkeys(names, (path, file))
+        if missing := sorted(listed.keys() - self._found.keys()):
             raise CheckpointError(
-                f"{path}: expected safetensors, got a damaged file ({error}). Copy it again."
-            ) from error
-    if missing := sorted(listed.keys() - seen):
-        raise CheckpointError(
-            f"{index}: expected tensors that are in the files, got {missing[:3]}. Copy the model again."
-        )
+                f"{index}: expected tensors that are in the files, got {missing[:3]}. Copy the model again."
+            )
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._found)
+
+    def path(self, name: str) -> Path:
+        return self._found[name][0]
+
+    def read(self, name: str) -> Tensor:
+        path, file = self._found[name]
+        with _named(path):
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        path, file = self._found[name]
+        with _named(path):
+            return tuple(file.get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """Return the dtype of a tensor; None if there is no such."""
+        if name not in self._found:
+            return None
+        path, file = self._found[name]
+        with _named(path):
+            part = file.get_slice(name)
+            return part[:0].dtype if part.get_shape() else self.read(name).dtype
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Raise a CheckpointError that names `path` if it is no whole safetensors file."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: expected safetensors, got a damaged file ({error}). Copy it again.") from error
+
+
+def read_tensors(source: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a model folder. It raises as TensorFiles does."""
+    files = TensorFiles(source)
+    for name in files.names:
+        yield name, files.read(name)
 
 
 def _weight_map(index: Path) -> dict[str, str]:

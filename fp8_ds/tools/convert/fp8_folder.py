@@ -1,0 +1,177 @@
+"""FP8 model folders as servers read them: weights [out, in] in float8_e4m3fn, beside float scales that multiply.
+
+- quant_method "fp8", a scale for each 128 x 128 elements in `X.weight_scale_inv`: DeepSeek-V3, Qwen3-FP8.
+- quant_method "compressed-tensors", a scale for each row in `X.weight_scale`: what llm-compressor writes for dynamic
+  activations.
+
+Sources: transformers 5.24, quantizers/quantizer_finegrained_fp8.py; compressed-tensors 0.20, config/base.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8_ds.checkpoint.folders import refuse_special
+from fp8_ds.config.explain import parse_json
+from fp8_ds.errors import CheckpointError, UnsupportedError
+from fp8_ds.nn.linear.payload import ROW, TILE, Granularity
+from fp8_ds.ops.blockwise import BLOCK
+from fp8_ds.tools.convert.model_folder import TensorFiles
+
+CONFIG = "config.json"
+_KEYS = ("quantization_config", "compression_config")
+_OTHER_FP8 = tuple(getattr(torch, f"float8_{name}") for name in ("e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu"))
+_OF_SERVING = (".input_scale", ".output_scale", ".k_scale", ".v_scale")
+"""Ends of names of scales of activations, which training makes for itself."""
+
+
+@dataclass(frozen=True)
+class ServingFormat:
+    """How a folder stores FP8 weights.
+
+    Attributes:
+        scale: last part of a scale's name, beside `weight`.
+        granularity: which elements of a weight share one.
+    """
+
+    scale: str
+    granularity: Granularity
+
+
+BLOCKS = ServingFormat("weight_scale_inv", TILE)
+ROWS = ServingFormat("weight_scale", ROW)
+
+
+def format_of(source: Path) -> ServingFormat | None:
+    """Return how the model folder `source` stores FP8 weights, by its config.json; None if that names no FP8.
+
+    Raises:
+        CheckpointError: config.json is no JSON object.
+        UnsupportedError: it is quantised in another way.
+    """
+    path = source / CONFIG
+    if not os.path.lexists(path):
+        return None
+    refuse_special([path])
+    given = next((config[key] for key in _KEYS if (config := _read(path)).get(key) is not None), None)
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise CheckpointError(f"{path}: expected an object in {_KEYS[0]}, got {given!r}. Copy the model again.")
+    if (method := given.get("quant_method")) == "fp8":
+        _expect(path, "fmt", given.get("fmt", "e4m3"), "e4m3")
+        _expect(path, "weight_block_size", given.get("weight_block_size"), [BLOCK, BLOCK])
+        return BLOCKS
+    _expect(path, "quant_method", method, "compressed-tensors")
+    _expect(path, "format", given.get("format"), "float-quantized")
+    for name, group in dict(given.get("config_groups") or {}).items():
+        weights = group.get("weights") or {}
+        for key, expected in (("type", "float"), ("num_bits", 8), ("strategy", "channel")):
+            _expect(path, f"config_groups.{name}.weights.{key}", weights.get(key), expected)
+    return ROWS
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = parse_json(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{path}: expected JSON, got {error}. Copy the model again.") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: expected an object, got {type(content).__name__}. Copy the model again.")
+    return content
+
+
+def _expect(path: Path, key: str, got: Any, expected: Any) -> None:
+    if got != expected:
+        known = 'E4M3 weights of quant_method "fp8" in blocks of 128 x 128, or of "compressed-tensors" by rows'
+        raise UnsupportedError(
+            f"{path}: expected {key} {json.dumps(expected)} in {_KEYS[0]}, got {json.dumps(got)}. What can be read are "
+            f"{known}: take a model in one of these forms, or its bf16 weights."
+        )
+
+
+def without_quantization(path: Path) -> str | None:
+    """Return the text of the config.json `path` for the same model in bf16; None if it has nothing else."""
+    config = _read(path)
+    if config.keys().isdisjoint(_KEYS):
+        return None
+    return json.dumps({key: value for key, value in config.items() if key not in _KEYS}, indent=2) + "\n"
+
+
+def read_values(source: Path, stored: ServingFormat, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of an FP8 model folder: FP8 weights as values, bytes times scales, the others as they are.
+
+    Products are rounded to float32, and then to `dtype`: with scales that are powers of two both are exact. Scales of
+    activations and of the KV cache are left out.
+
+    Raises:
+        CheckpointError: a file is damaged or missing, an FP8 weight has no scale, a scale no FP8 weight, or it has
+            another shape than the weight's, or a value that is no scale.
+        UnsupportedError: a tensor is in another FP8 format than E4M3, or not of two dimensions.
+    """
+    files = TensorFiles(source)
+    for name in files.names:
+        if name.endswith(_OF_SERVING):
+            continue
+        stem, _, last = name.rpartition(".")
+        if last == stored.scale:
+            if files.dtype(weight := f"{stem}.weight") != torch.float8_e4m3fn:
+                raise CheckpointError(
+                    f"{files.path(name)}: expected {weight} in float8_e4m3fn beside {name}, got "
+                    f"{files.dtype(weight) or 'none'}. Copy the model again."
+                )
+            continue
+        tensor = files.read(name)
+        if tensor.dtype in _OTHER_FP8:
+            raise UnsupportedError(
+                f"{files.path(name)}: expected weights in float8_e4m3fn, got {name} in {tensor.dtype}. Take the "
+                "model's bf16 weights."
+            )
+        if tensor.dtype == torch.float8_e4m3fn:
+            tensor = _values(tensor, _scale_of(files, name, stored), stored).to(dtype)
+        yield name, tensor
+
+
+def _scale_of(files: TensorFiles, name: str, stored: ServingFormat) -> Tensor:
+    """Return the scales of the FP8 weight `name`, float32 [grid]."""
+    stem, _, last = name.rpartition(".")
+    scale_name, shape = f"{stem}.{stored.scale}", files.shape(name)
+    if len(shape) != 2 or last != "weight":
+        raise UnsupportedError(
+            f"{files.path(name)}: expected FP8 weights [out, in], X.weight, got {name} {shape}. Take the model's bf16 "
+            "weights."
+        )
+    if files.dtype(scale_name) is None:
+        raise CheckpointError(
+            f"{files.path(name)}: expected {scale_name} beside {name}, which is in FP8, got none. Copy the model again."
+        )
+    scale, grid = files.read(scale_name), stored.granularity.grid(shape)
+    if tuple(scale.shape) != grid:
+        raise CheckpointError(
+            f"{files.path(scale_name)}: expected {scale_name} of shape {list(grid)} for a weight {list(shape)}, got "
+            f"{list(scale.shape)}. Copy the model again."
+        )
+    scale = scale.float()
+    if not bool((scale.isfinite() & (scale >= 0)).all()):
+        raise CheckpointError(
+            f"{files.path(scale_name)}: expected scales that are finite and not negative, got others in {scale_name}. "
+            "Copy the model again."
+        )
+    return scale
+
+
+def _values(weight: Tensor, scale: Tensor, stored: ServingFormat) -> Tensor:
+    """Return bytes times scales in float32 [out, in], one row of the grid at a time."""
+    rows, cols = stored.granularity.block
+    values = weight.float()
+    for band, own in zip(values.split(rows or len(values)), scale, strict=True):
+        band.mul_(own if cols is None else own.repeat_interleave(cols)[: band.shape[1]])
+    return values
