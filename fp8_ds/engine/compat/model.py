@@ -40,6 +40,12 @@ EXPERTS = Refusal(
     "DeepSpeed reduces them over expert groups, with an optimizer group each",
     'Turn "fp8.enabled" off for this model.',
 )
+STORED_IN_FP8 = Refusal(
+    "a model whose weights are in FP8 already, as transformers loads such folders on a GPU",
+    "DeepSpeed would cast the codes to bf16, without their scales",
+    "Load it by `from_pretrained(..., quantization_config=FineGrainedFP8Config(dequantize=True))`, or load what "
+    "`fp8-ds convert FOLDER OUT --to bf16` makes of it.",
+)
 DUAL_PIPE = Refusal(
     "a DualPipeVModule",
     "its engine class is not one that FP8 ZeRO extends",
@@ -72,6 +78,7 @@ PARALLEL_SCHEDULE = Refusal(
 )
 MODEL_REFUSALS = (
     EXPERTS,
+    STORED_IN_FP8,
     DUAL_PIPE,
     AUTOTP_STAGE_3,
     AUTOTP_PIPELINE,
@@ -96,6 +103,9 @@ def refuse_model(model: Any, linear: LinearConfig) -> None:
     experts = [name for name, p in model.named_parameters() if getattr(p, "allreduce", True) is False]
     if experts:
         raise EXPERTS.error(", ".join(experts[:3]))
+    stored = [name for name, p in model.named_parameters() if p.is_floating_point() and p.element_size() == 1]
+    if stored:
+        raise STORED_IN_FP8.error(", ".join(stored[:3]))
 
 
 def refuse_wrapped(model: Any, stage: int) -> None:

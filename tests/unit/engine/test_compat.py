@@ -204,10 +204,18 @@ def with_experts() -> nn.Module:
     return model
 
 
+def stored_in_fp8() -> Any:
+    model = nn.Sequential(nn.Linear(4, 4))
+    refuse_model(model, LinearConfig())
+    model[0].weight = nn.Parameter(torch.ones(4, 4).to(torch.float8_e4m3fn), requires_grad=False)
+    return model
+
+
 @pytest.mark.parametrize(
     ("build", "config", "said"),
     [
         (with_experts, {}, r"expert-parallel.*got 1\.weight"),
+        (stored_in_fp8, {}, r"in FP8 already.*got 0\.weight.*--to bf16"),
         (lambda: DualPipeVModule.__new__(DualPipeVModule), {}, "DualPipeVModule"),
         # A stage does not know a layer by its place from the last.
         (Pipeline, {"filter_fqns": ("lm_head", "23.-1", "layers.-1.mlp")}, r"got '23\.-1', 'layers\.-1\.mlp'"),
