@@ -43,8 +43,7 @@ EXPERTS = Refusal(
 STORED_IN_FP8 = Refusal(
     "a model whose weights are in FP8 already, as transformers loads such folders on a GPU",
     "DeepSpeed would cast the codes to bf16, without their scales",
-    "Load it by `from_pretrained(..., quantization_config=FineGrainedFP8Config(dequantize=True))`, or load what "
-    "`fp8-ds convert FOLDER OUT --to bf16` makes of it.",
+    "Load what `fp8-ds convert FOLDER OUT --to bf16` makes of it.",
 )
 DUAL_PIPE = Refusal(
     "a DualPipeVModule",

@@ -4,6 +4,9 @@
 - quant_method "compressed-tensors", a scale for each row in `X.weight_scale`: what llm-compressor writes for dynamic
   activations.
 
+A block is rows and columns i // 128, cut at the edges. transformers' loader takes its size from the shapes instead, and
+is wrong where it divides.
+
 Sources: transformers 5.24, quantizers/quantizer_finegrained_fp8.py; compressed-tensors 0.20, config/base.py.
 """
 
@@ -28,8 +31,10 @@ from fp8_ds.tools.convert.model_folder import TensorFiles
 
 CONFIG = "config.json"
 _KEYS = ("quantization_config", "compression_config")
+_PRESET = "FP8_DYNAMIC"
+"""compressed-tensors' name for this group, which may have targets alone."""
 _OTHER_FP8 = tuple(getattr(torch, f"float8_{name}") for name in ("e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu"))
-_OF_SERVING = (".input_scale", ".output_scale", ".k_scale", ".v_scale")
+_OF_SERVING = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale")
 """Ends of names of scales of activations, which training makes for itself."""
 
 
@@ -73,7 +78,9 @@ def format_of(source: Path) -> ServingFormat | None:
     _expect(path, "quant_method", method, "compressed-tensors")
     _expect(path, "format", given.get("format"), "float-quantized")
     for name, group in dict(given.get("config_groups") or {}).items():
-        weights = group.get("weights") or {}
+        if name == _PRESET and not isinstance(group, Mapping):
+            continue
+        weights = (group.get("weights") if isinstance(group, Mapping) else None) or {}
         for key, expected in (("type", "float"), ("num_bits", 8), ("strategy", "channel")):
             _expect(path, f"config_groups.{name}.weights.{key}", weights.get(key), expected)
     return ROWS
@@ -159,10 +166,13 @@ def _scale_of(files: TensorFiles, name: str, stored: ServingFormat) -> Tensor:
             f"{files.path(scale_name)}: expected {scale_name} of shape {list(grid)} for a weight {list(shape)}, got "
             f"{list(scale.shape)}. Copy the model again."
         )
-    scale = scale.float()
+    if scale.dtype == torch.uint8:  # exponents of powers of two, as "scale_fmt": "ue8m0" may store them
+        scale = scale.view(torch.float8_e8m0fnu)
+    scale = scale.float() if scale.is_floating_point() else scale.float().fill_(torch.nan)
     if not bool((scale.isfinite() & (scale >= 0)).all()):
         raise CheckpointError(
-            f"{files.path(scale_name)}: expected scales that are finite and not negative, got others in {scale_name}. "
+            f"{files.path(scale_name)}: expected scales that are numbers, finite and not negative, got others in "
+            f"{scale_name}. "
             "Copy the model again."
         )
     return scale

@@ -89,6 +89,23 @@ def test_weights_are_bytes_times_scales_in_bf16_and_masters_in_float32(
     assert master.dtype == torch.float32 and torch.equal(master, expected(tensors))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu], ids=str)
+def test_scales_may_be_exponents_of_powers_of_two(tmp_path: Path, dtype: torch.dtype) -> None:
+    exponents = torch.tensor([[120, 127, 130], [0, 100, 119]], dtype=torch.uint8)
+    source = write(tmp_path / "model", BLOCKS, model=TWO | {"a.weight_scale_inv": exponents.view(dtype)})
+    convert(source, tmp_path / "start", "universal", stage=2)
+    master = torch.load(tmp_path / "start" / "zero" / "a.weight" / TENSORS[0])["param"]
+    powers = torch.exp2(exponents.double() - 127).float()
+    assert torch.equal(master, expected({"a.weight": TWO["a.weight"], "scale": powers}))
+
+
+def test_a_group_may_be_named_by_its_preset(tmp_path: Path) -> None:
+    preset = ROWS | {"config_groups": {"FP8_DYNAMIC": ["Linear"]}}
+    assert kind_of(write(tmp_path / "model", preset, model=BY_ROW)) == "fp8"
+    with pytest.raises(UnsupportedError, match=r"config_groups\.FP8\.weights"):
+        kind_of(write(tmp_path / "other", ROWS | {"config_groups": {"FP8": ["Linear"]}}, model=BY_ROW))
+
+
 def test_transformers_reads_the_same_values(tmp_path: Path) -> None:
     """It de-quantises a folder of blocks itself; its own model class has the names."""
     transformers = pytest.importorskip("transformers")
@@ -160,6 +177,7 @@ BAD: list[tuple[Any, dict[str, Tensor], Callable[[Path], None] | None, type[Exce
     (ROWS, changed(BY_ROW, a__weight_scale=scales_of(200, 2)), None, CheckpointError, r"\[200, 1\].*got \[200, 2\]"),
     (BLOCKS, changed(TWO, a__weight_scale_inv=nan_in(scales_of(2, 3))), None, CheckpointError, "finite.*a.weight_sc"),
     (BLOCKS, changed(TWO, a__weight_scale_inv=-scales_of(2, 3)), None, CheckpointError, "not negative"),
+    (BLOCKS, changed(TWO, a__weight_scale_inv=torch.ones(2, 3).int()), None, CheckpointError, "are numbers"),
     (BLOCKS, changed(TWO, a__weight=torch.ones(SHAPE).to(torch.float8_e5m2)), None, UnsupportedError, "float8_e5m2"),
     (BLOCKS, changed(TWO, b__weight=torch.ones(2).to(torch.float8_e5m2)), None, UnsupportedError, "b.weight in .*e5m2"),
     (BLOCKS, changed(TWO, b__weight=torch.ones(2).to(FP8)), None, UnsupportedError, r"\[out, in\].*b.weight \(2,\)"),
