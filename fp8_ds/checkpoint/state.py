@@ -54,7 +54,7 @@ def save_state(context: Fp8Context, left_out: Sequence[str] = ()) -> dict[str, A
 
 def split_master_scales(state: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return scale_inv of split masters at the save of `state`, by name; empty if masters were not split."""
-    if state is None or _master_of(state["config"]) == "fp32":
+    if state is None or master_of(state["config"]) == "fp32":
         return {}
     return {name: value for name, value in state["scale_inv"].items() if _is_power_of_two(value)}  # not frozen ones'
 
@@ -145,7 +145,7 @@ def wrong_entries(
     there = {key: form for key, form in _FORMS.items() if key == "scale_inv" or state.get(key) is not None}
     if found := list(_unlike(state, there)):
         return found
-    linear, master = state["config"].get("linear", {}), _master_of(state["config"])
+    linear, master = state["config"].get("linear", {}), master_of(state["config"])
     granularity = TENSOR if master != "fp32" else OF_RECIPE[linear.get("recipe", "tensorwise")]
     names = {row.weight_name for row in plan.layers if row.converted}
     shapes: dict[tuple[Any, ...], tuple[int, ...]] = {}
@@ -238,7 +238,7 @@ def _wrong_config(config: Any) -> str:
         return _wrong(_at("config"), 'an "fp8" block', config)
     if (recipe := config.get("linear", {}).get("recipe", "tensorwise")) not in OF_RECIPE:
         return _wrong(_at("config", "linear", "recipe"), f"one of {', '.join(OF_RECIPE)}", recipe)
-    if (master := _master_of(config)) not in BY_NAME:
+    if (master := master_of(config)) not in BY_NAME:
         return _wrong(_at("config", "optimizer", "master_format"), f"one of {', '.join(BY_NAME)}", master)
     return ""
 
@@ -253,7 +253,8 @@ def _plan_in(state: Mapping[str, Any]) -> Plan | None:
     return plan if are_rows else None
 
 
-def _master_of(config: Mapping[str, Any]) -> str:
+def master_of(config: Mapping[str, Any]) -> str:
+    """Return the format of the masters (numerics/masters.py) by the "config" of a state."""
     return str(config.get("optimizer", {}).get("master_format", "fp32"))
 
 
@@ -263,7 +264,7 @@ def _settings_that_are_gone(config: Mapping[str, Any]) -> list[str]:
     step, below_lr = schedule.get("fp32_states_from_step"), schedule.get("bf16_below_lr")
     num_steps = config.get("guard", {}).get("return_after")
     found = {
-        'optimizer.master "fp32" beside FP8 states': optimizer.get("states") == "fp8" and _master_of(config) == "fp32",
+        'optimizer.master "fp32" beside FP8 states': optimizer.get("states") == "fp8" and master_of(config) == "fp32",
         'optimizer.release_clipping "per_tensor"': optimizer.get("release_clipping") == "per_tensor",
         "zero.keep_bf16_shard true": config.get("zero", {}).get("keep_bf16_shard"),
         f"schedule.fp32_states_from_step {step}": step,

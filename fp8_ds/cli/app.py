@@ -172,8 +172,16 @@ class Target(str, Enum):
 
     safetensors = "safetensors"
     bf16 = "bf16"
+    fp8 = "fp8"
     universal = "universal"
     deepspeed = "deepspeed"
+
+
+class Form(str, Enum):
+    """Forms of FP8 folders."""
+
+    block = "fp8-block"
+    rows = "compressed-tensors"
 
 
 @app.command()
@@ -191,17 +199,21 @@ def convert(
     model: Annotated[
         Path | None, typer.Option("--model", help="Folder with config.json and tokenizer, copied beside safetensors.")
     ] = None,
+    form: Annotated[
+        Form | None, typer.Option("--format", help="Form of an FP8 folder. Default: the one that keeps the bytes.")
+    ] = None,
     trust_pickle: Annotated[
         bool,
         typer.Option("--trust-pickle", help="Files may hold more than data: code of whoever wrote them is executed."),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Converts checkpoints: of training, or of servers in FP8, to bf16 safetensors, and all to a universal checkpoint.
+    """Converts checkpoints: of training to bf16 or FP8 safetensors, FP8 ones to bf16, and all to a universal one.
 
-    Weights leave as bf16 of the masters, bitwise; FP8 weights are bytes times scales. Of safetensors a universal
-    checkpoint has masters equal to them, moments of zero and step 0; it needs --stage, and an engine whose trainable
-    parameters have the names in the files. Parameter groups, learning rates and the scheduler stay the engine's own.
+    Weights leave as bf16 of the masters, bitwise, or with --to fp8 as the bytes that training computes with, for
+    servers; those of FP8 folders are bytes times scales. Of safetensors a universal checkpoint has masters equal to
+    them, moments of zero and step 0; it needs --stage, and an engine whose trainable parameters have the names in the
+    files. Parameter groups, learning rates and the scheduler stay the engine's own.
 
     Exit codes: 0 done, 2 wrong usage or refused, 3 file error, 4 a defect.
     """
@@ -213,10 +225,12 @@ def convert(
         with argument("source"):
             conversion.kind_of(source)
         target: conversion.Kind = "safetensors" if to is Target.bf16 else to.value
-        found = conversion.convert(source, out, target, tag, stage, model, trust_pickle)
-    dtype = "fp32" if to.value == "universal" else "bf16"
-    what = f"{found['num_tensors']} tensors, {decimal(found['num_bytes'], precision=2)} in {dtype}"
+        found = conversion.convert(source, out, target, tag, stage, model, trust_pickle, form and form.value)
+    dtype = {"universal": " in fp32", "fp8": ""}.get(found["target"], " in bf16")
+    what = f"{found['num_tensors']} tensors, {decimal(found['num_bytes'], precision=2)}{dtype}"
     lines = [f"{found['source']} to {found['target']}: {what}; {len(found['files'])} entries in {out}"]
+    if found["note"] is not None:
+        lines.append(found["note"])
     if found["latest"] is not None:
         reads = f"load_checkpoint({str(Path(found['latest']).parent)!r}) reads it"
         lines.append(f'{found["latest"]} names it now: {reads}, with "checkpoint": {{"load_universal": true}}.')

@@ -1,6 +1,7 @@
-"""Conversion between training checkpoints, bf16 safetensors in Hugging Face's layout, and universal checkpoints.
+"""Conversion between training checkpoints, safetensors in Hugging Face's layout, and universal checkpoints.
 
-Weights leave as bf16 of the masters, bitwise what `save_16bit_model` gives; nothing passes through FP8. One process, on
+Weights leave as bf16 of the masters, bitwise what `save_16bit_model` gives, or as the FP8 bytes of training, which
+follow from the masters. One process, on
 the CPU. DeepSpeed's converters execute pickles, and find files by patterns, for which they also take a folder's name
 (`a[b]` for `ab`). So they are given a folder of links to files that hold only data.
 """
@@ -22,9 +23,10 @@ from torch import Tensor
 
 from fp8_ds.checkpoint import folders
 from fp8_ds.checkpoint.folders import GLOBAL_STATE, TENSORS
-from fp8_ds.checkpoint.state import CHECKPOINT_KEY, LEFT_OUT_KEY
+from fp8_ds.checkpoint.state import CHECKPOINT_KEY, LEFT_OUT_KEY, master_of
 from fp8_ds.errors import CheckpointError, ConfigError, Fp8DsError, UnsupportedError
-from fp8_ds.tools.convert import fp8_folder, model_folder, universal
+from fp8_ds.numerics.masters import BY_NAME
+from fp8_ds.tools.convert import fp8_folder, model_folder, serving, universal
 from fp8_ds.tools.convert.universal import read_file, refuse_damage, shapes_in, tensor_in
 
 Kind = Literal["deepspeed", "universal", "safetensors", "fp8"]
@@ -78,6 +80,7 @@ def convert(
     stage: int | None = None,
     model: Path | None = None,
     trust_pickle: bool = False,
+    form: str | None = None,
 ) -> dict[str, Any]:
     """Write the checkpoint in `source` into `out` as `target`.
 
@@ -85,16 +88,17 @@ def convert(
         source: a folder, see `kind_of`.
         out: a folder that is empty or not there; or `source`, a universal checkpoint that is brought into the form of
             `stage`. What is to be replaced stays until the new one is complete.
-        target: "safetensors" or "universal".
+        target: "safetensors", "fp8" (of a DeepSpeed checkpoint) or "universal".
         tag: which of several saves of a DeepSpeed checkpoint; None: the latest.
         stage: ZeRO stage that is to load the universal checkpoint; None: the one that saved the DeepSpeed checkpoint.
-        model: for safetensors: a folder whose config and tokenizer files are copied beside the weights.
+        model: for safetensors: a folder whose config and tokenizer files are copied beside the weights. "fp8" needs it.
         trust_pickle: whether files may hold more than data; then code of whoever wrote them is executed.
+        form: for "fp8": "fp8-block" or "compressed-tensors"; None: the one that keeps the bytes of training.
 
     Returns:
         What `--json` prints: kinds of `source` and `target`; `files`, names within `out`; `num_tensors` and `num_bytes`
         of safetensors, or of universal masters and moments in fp32; `latest`, the path of DeepSpeed's file beside a
-        universal checkpoint with its name in it, or None.
+        universal checkpoint with its name in it, or None; `note`, a line on what became of FP8 weights, or None.
 
     Raises:
         ConfigError: `source` is none of these, `out` is not empty, or an option is of another target.
@@ -103,15 +107,21 @@ def convert(
         UnsupportedError: there is no such conversion; it says what to do instead.
         OSError: a file cannot be read or written.
     """
-    kind, latest = kind_of(source), None
+    kind, latest, note = kind_of(source), None, None
     is_in_place = kind == target == "universal" and out.resolve() == source.resolve()
     if out.exists() and any(out.iterdir()) and not is_in_place:
         raise ConfigError(f"out: expected an empty folder, got {out} with files. Name another.")
+    if target == "fp8" and kind != "deepspeed":
+        raise UnsupportedError(
+            f"convert: expected a folder of save_checkpoint, which says what training had in FP8, got {kind}. Convert "
+            "the checkpoint that it was made of."
+        )
     if target == "deepspeed" or kind == target == "safetensors":
         remedy = _UNIVERSAL_REMEDY if target == "deepspeed" else "They are safetensors already, in their dtype."
         raise UnsupportedError(f"convert: expected kinds that can be converted, got {kind} to {target}. {remedy}")
     for option, is_wrong, wanted in (
-        ("--model", model is not None and target != "safetensors", "safetensors as the target"),
+        ("--model", model is not None and target not in ("safetensors", "fp8"), "safetensors as the target"),
+        ("--format", form is not None and target != "fp8", "fp8 as the target"),
         ("--stage", stage is not None and target != "universal", "universal as the target"),
         ("--tag", tag is not None and kind != "deepspeed", "a DeepSpeed checkpoint"),
         ("--trust-pickle", trust_pickle and kind in ("safetensors", "fp8"), "files of torch.save"),
@@ -129,7 +139,16 @@ def convert(
         if kind == "fp8" and model is None:
             model = source
         configurations = model_folder.configuration_files(model) if model is not None else []
-        if kind == "fp8":
+        export = None
+        if target == "fp8":
+            if model is None:
+                raise ConfigError("--model: expected a folder with config.json for an FP8 folder, got none. Name it.")
+            if form is not None and form not in serving.FORMATS:
+                raise ConfigError(f"--format: expected one of {', '.join(serving.FORMATS)}, got {form!r}. Name one.")
+            export = serving.export_of(*_state_of_save(source, tag, trust_pickle), form)
+            tensors = export.tensors(_of_save(source, tag, trust_pickle, dtype=None))
+            note = export.describe()
+        elif kind == "fp8":
             tensors = _of_fp8(source, torch.bfloat16)
         else:
             tensors = (
@@ -137,7 +156,10 @@ def convert(
             )
         num_tensors, num_bytes = model_folder.write_tensors(tensors, out)
         for path in configurations:
-            if path.name == fp8_folder.CONFIG and (text := fp8_folder.without_quantization(path)) is not None:
+            text = None
+            if path.name == fp8_folder.CONFIG:
+                text = fp8_folder.with_quantization(path, None if export is None else export.quantization_config())
+            if text is not None:
                 folders.write_text(out / path.name, text)
             else:
                 shutil.copyfile(path, out / path.name)
@@ -148,6 +170,7 @@ def convert(
         "num_tensors": num_tensors,
         "num_bytes": num_bytes,
         "latest": None if latest is None else str(latest),
+        "note": note,
     }
 
 
@@ -278,7 +301,25 @@ def _parameter_names(content: Any) -> Iterator[str]:
         yield from group if isinstance(group, Mapping) else ()
 
 
-def _of_save(source: Path, tag: str | None, trust_pickle: bool) -> Iterator[tuple[str, Tensor]]:
+def _state_of_save(source: Path, tag: str | None, trust_pickle: bool) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return our own state of a save, with scales of split masters on the CPU, and the shapes of what is trained."""
+    with _staged_save(source, tag, trust_pickle) as (staged, model, _):
+        state = model.get(CHECKPOINT_KEY)
+        if not state:
+            raise UnsupportedError(
+                "convert: expected a checkpoint of an engine with FP8, which says what was in FP8, got one without. "
+                "Convert to safetensors."
+            )
+        file = min(staged.glob(_MODEL_FILES))
+        if BY_NAME[master_of(state["config"])].is_split:
+            state = read_file(file, trust_pickle, "cpu")[CHECKPOINT_KEY]
+        return state, shapes_in(model, file)
+
+
+def _of_save(
+    source: Path, tag: str | None, trust_pickle: bool, dtype: torch.dtype | None = torch.bfloat16
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a save, floating ones in `dtype`; None: as DeepSpeed joins them."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     with _staged_save(source, tag, trust_pickle) as (staged, model, _):
@@ -301,7 +342,8 @@ def _of_save(source: Path, tag: str | None, trust_pickle: bool) -> Iterator[tupl
         if id(lazy) not in written:  # of a tied weight one name is enough, as in save_pretrained
             written.add(id(lazy))
             tensor = lazy if isinstance(lazy, Tensor) else lazy.contiguous()
-            yield name, tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor  # buffers may be integers
+            # Buffers may be integers.
+            yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 def _run_ds_to_universal(source: Path, tag: str | None, out: Path, trust_pickle: bool) -> None:

@@ -105,12 +105,19 @@ def _expect(path: Path, key: str, got: Any, expected: Any) -> None:
         )
 
 
-def without_quantization(path: Path) -> str | None:
-    """Return the text of the config.json `path` for the same model in bf16; None if it has nothing else."""
+def with_quantization(path: Path, given: dict[str, Any] | None) -> str | None:
+    """Return the text of the config.json `path` for the same model in bf16, or in FP8 as `given` says.
+
+    None: the file says the same.
+    """
     config = _read(path)
-    if config.keys().isdisjoint(_KEYS):
+    if given is None and config.keys().isdisjoint(_KEYS):
         return None
-    return json.dumps({key: value for key, value in config.items() if key not in _KEYS}, indent=2) + "\n"
+    config = {key: value for key, value in config.items() if key not in _KEYS}
+    if given is not None:
+        # By its own rule transformers would take the dtype of the first tensor, which may be a scale.
+        config |= {"dtype": "bfloat16", _KEYS[0]: given}
+    return json.dumps(config, indent=2) + "\n"
 
 
 def read_values(source: Path, stored: ServingFormat, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
