@@ -59,11 +59,13 @@ def scale_of(form: str) -> str:
 
 CASES = [
     ({"linear": {"recipe": "tensorwise"}}, 2, "compressed-tensors"),
-    ({"linear": {"recipe": "rowwise"}}, 3, "compressed-tensors"),
+    pytest.param({"linear": {"recipe": "rowwise"}}, 3, "compressed-tensors", marks=pytest.mark.slow),
     ({"linear": {"recipe": "blockwise"}}, 1, "fp8-block"),
-    ({"linear": {"recipe": "tensorwise", "weight_scales": "power_of_two"}}, 2, "fp8-block"),
+    pytest.param(
+        {"linear": {"recipe": "tensorwise", "weight_scales": "power_of_two"}}, 2, "fp8-block", marks=pytest.mark.slow
+    ),
     (SPLIT, 3, "fp8-block"),
-    (E4M11 | {"linear": {"recipe": "delayed"}}, 2, "fp8-block"),
+    pytest.param(E4M11 | {"linear": {"recipe": "delayed"}}, 2, "fp8-block", marks=pytest.mark.slow),
 ]
 
 
@@ -113,7 +115,7 @@ def test_transformers_and_our_converter_read_the_same_weights(ranks: Any, tmp_pa
         assert (ours[name].float() - master).abs().max() <= master.abs().max() / 16, name
 
 
-@pytest.mark.parametrize("kind", ["frozen", "conv1d", "stock"])
+@pytest.mark.parametrize("kind", ["frozen", pytest.param("conv1d", marks=pytest.mark.slow), "stock"])
 def test_what_is_not_exported_yet_is_refused_by_name(ranks: Any, tmp_path: Path, kind: str) -> None:
     said = {"frozen": r"blocks\.1\.up, .*frozen", "conv1d": "blocks.*Conv1D", "stock": "got one without"}[kind]
     ranks(1).run(save_other, str(tmp_path), kind)
