@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from support.models import Llama
 from support.ranks import on_ranks
 
-from fp8_ds.errors import ConfigError, UnsupportedError
+from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
 from fp8_ds.nn.linear.payload import per_element
 from fp8_ds.tools.convert import convert, kind_of
 
@@ -91,6 +91,11 @@ def test_the_folder_has_the_bytes_of_training_by_default(
     assert len(tensors) == len(trained["masters"]) + len(trained["fp8"])
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["dtype"] == "bfloat16" and kind_of(tmp_path / "out") == "fp8"
+    convert(tmp_path / "out", tmp_path / "bf16", "safetensors")
+    read = load_file(tmp_path / "bf16" / "model.safetensors")
+    for name, (codes, scale_inv) in trained["fp8"].items():
+        values = codes.view(torch.float8_e4m3fn).float() * per_element(scale_inv, codes.shape)
+        assert torch.equal(read[name], values.bfloat16()), name
 
 
 def test_transformers_and_our_converter_read_the_same_weights(ranks: Any, tmp_path: Path) -> None:
@@ -117,7 +122,9 @@ def test_transformers_and_our_converter_read_the_same_weights(ranks: Any, tmp_pa
 
 @pytest.mark.parametrize("kind", ["frozen", pytest.param("conv1d", marks=pytest.mark.slow), "stock"])
 def test_what_is_not_exported_yet_is_refused_by_name(ranks: Any, tmp_path: Path, kind: str) -> None:
-    said = {"frozen": r"blocks\.1\.up, .*frozen", "conv1d": "blocks.*Conv1D", "stock": "got one without"}[kind]
+    said = {"frozen": r"frozen weights .*blocks\.1\.up", "conv1d": "a Conv1D .*blocks", "stock": "got one without"}[
+        kind
+    ]
     ranks(1).run(save_other, str(tmp_path), kind)
     with pytest.raises(UnsupportedError, match=said):
         convert(tmp_path / "ckpt", tmp_path / "out", "fp8", model=tmp_path)
@@ -134,6 +141,10 @@ def test_layers_that_training_held_in_bf16_stay_so_with_what_servers_join() -> N
         given = json.loads(Path(folder, "out", "config.json").read_text())["quantization_config"]
         kept = {f"model.layers.1.self_attn.{part}_proj" for part in "qkv"} | {"model.layers.0.mlp.down_proj", "lm_head"}
         assert set(given["modules_to_not_convert"]) == kept
+        (Path(folder, "bad")).mkdir()
+        Path(folder, "bad", "config.json").write_text("{")
+        with pytest.raises(CheckpointError, match=r"bad/config\.json: expected JSON"):
+            convert(Path(folder, "ckpt"), Path(folder, "other"), "fp8", model=Path(folder, "bad"))
         with pytest.raises(ConfigError, match="--model"):
             convert(Path(folder, "ckpt"), Path(folder, "other"), "fp8")
         with pytest.raises(UnsupportedError, match="save_checkpoint"):

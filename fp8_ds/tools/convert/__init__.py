@@ -154,15 +154,21 @@ def convert(
             tensors = (
                 _of_universal(source, trust_pickle) if kind == "universal" else _of_save(source, tag, trust_pickle)
             )
-        num_tensors, num_bytes = model_folder.write_tensors(tensors, out)
-        for path in configurations:
-            text = None
-            if path.name == fp8_folder.CONFIG:
-                text = fp8_folder.with_quantization(path, None if export is None else export.quantization_config())
-            if text is not None:
-                folders.write_text(out / path.name, text)
-            else:
-                shutil.copyfile(path, out / path.name)
+        given = None if export is None else export.quantization_config()
+        changed = {
+            path: text
+            for path in configurations
+            if path.name == fp8_folder.CONFIG and (text := fp8_folder.with_quantization(path, given)) is not None
+        }
+
+        def write_beside() -> None:
+            for path in configurations:
+                if path in changed:
+                    folders.write_text(out / path.name, changed[path])
+                else:
+                    shutil.copyfile(path, out / path.name)
+
+        num_tensors, num_bytes = model_folder.write_tensors(tensors, out, write_beside)
     return {
         "source": kind,
         "target": target,

@@ -77,12 +77,17 @@ def format_of(source: Path) -> ServingFormat | None:
         return BLOCKS
     _expect(path, "quant_method", method, "compressed-tensors")
     _expect(path, "format", given.get("format"), "float-quantized")
-    for name, group in dict(given.get("config_groups") or {}).items():
+    _expect(path, "transform_config", given.get("transform_config") or {}, {})
+    groups = given.get("config_groups") or {}
+    if not isinstance(groups, Mapping):
+        raise CheckpointError(f"{path}: expected an object in config_groups, got {groups!r}. Copy the model again.")
+    for name, group in groups.items():
         if name == _PRESET and not isinstance(group, Mapping):
             continue
         weights = (group.get("weights") if isinstance(group, Mapping) else None) or {}
-        for key, expected in (("type", "float"), ("num_bits", 8), ("strategy", "channel")):
-            _expect(path, f"config_groups.{name}.weights.{key}", weights.get(key), expected)
+        for key, expected in (("type", "float"), ("num_bits", 8), ("strategy", "channel"), ("symmetric", True)):
+            got = weights.get(key, True if key == "symmetric" else None)
+            _expect(path, f"config_groups.{name}.weights.{key}", got, expected)
     return ROWS
 
 
@@ -116,6 +121,7 @@ def with_quantization(path: Path, given: dict[str, Any] | None) -> str | None:
     config = {key: value for key, value in config.items() if key not in _KEYS}
     if given is not None:
         # By its own rule transformers would take the dtype of the first tensor, which may be a scale.
+        config = {key: value for key, value in config.items() if key != "torch_dtype"}
         config |= {"dtype": "bfloat16", _KEYS[0]: given}
     return json.dumps(config, indent=2) + "\n"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -111,8 +111,12 @@ def _weight_map(index: Path) -> dict[str, str]:
     return listed
 
 
-def write_tensors(tensors: Iterable[tuple[str, Tensor]], out: Path) -> tuple[int, int]:
+def write_tensors(
+    tensors: Iterable[tuple[str, Tensor]], out: Path, write_beside: Callable[[], None] = lambda: None
+) -> tuple[int, int]:
     """Write `tensors` into `out`, and return how many and their bytes.
+
+    `write_beside` is called before the files get their names: without the configuration FP8 weights would mean nothing.
 
     After a kill on the way `out` has none, or an index of some that are missing.
     """
@@ -132,6 +136,7 @@ def write_tensors(tensors: Iterable[tuple[str, Tensor]], out: Path) -> tuple[int
         weight_map = {name: file for file, shard in zip(names, sizes, strict=True) for name in shard}
         index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
         write_text(out / INDEX, json.dumps(index, indent=1, sort_keys=True))
+    write_beside()
     for path, name in zip(parts, names, strict=True):
         path.rename(out / name)
     return sum(map(len, sizes)), num_bytes

@@ -2,7 +2,8 @@
 
 Servers read scales a row, or a block of 128 x 128. Each can hold the bytes that training computes with if its scales
 are as fine as theirs or finer; block scales must be powers of two for it, because servers round others to such when
-they load, and codes with them. A weight in another form is quantised from its master, by scales that are powers of two.
+they load, and quantise the weights again by those. A weight in another form is quantised from its master, by scales
+that are powers of two.
 
 Sources: vllm 0.33, model_executor/layers/quantization/utils/fp8_utils.py `requant_weight_ue8m0_inplace`; sglang 0.5.23,
 srt/layers/quantization/fp8_utils.py.
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from fp8_ds.checkpoint.state import master_of
 from fp8_ds.config.schedule import matching
-from fp8_ds.errors import UnsupportedError
+from fp8_ds.errors import CheckpointError, UnsupportedError
 from fp8_ds.nn.linear.payload import OF_RECIPE, TENSOR, Granularity, per_element
 from fp8_ds.nn.plan.plan import LayerPlan, Plan
 from fp8_ds.numerics.formats import E4M3
@@ -28,8 +29,16 @@ from fp8_ds.ops.quantize import quantize
 from fp8_ds.tools.convert.fp8_folder import BLOCKS, ROWS, ServingFormat
 
 FORMATS = {"fp8-block": BLOCKS, "compressed-tensors": ROWS}
-_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_TOGETHER = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+)
 """Linears that servers join into one: all of them are in FP8, or none."""
+_HEADS = ("lm_head", "embed_out")
+"""Linears that servers do not quantise."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +102,10 @@ class Export:
         else:
             scale, scale_inv = used.scales(used.amax(master.reshape(-1), master.shape))
             codes = quantize(master, per_element(scale, master.shape), E4M3)
+        if not bool(scale_inv.isfinite().all()):
+            raise CheckpointError(
+                f"convert: expected finite masters, got others in {name}. Convert a checkpoint of before they came."
+            )
         return codes, scale_inv.expand(grid).contiguous()
 
     def quantization_config(self) -> dict[str, Any]:
@@ -129,25 +142,23 @@ def export_of(state: Mapping[str, Any], shapes: Mapping[str, Any], form: str | N
             multiples of 128.
 
     Raises:
-        UnsupportedError: no linear is in FP8, or there are experts, frozen weights or Conv1D in FP8.
+        UnsupportedError: no linear is in FP8, or the model has experts, a Conv1D, or frozen weights in FP8.
     """
     config, plan = state["config"], Plan.from_state(state["plan"])
-    in_fp8 = {row.fqn for row in plan.layers if row.converted}
+    in_fp8 = {row.fqn for row in plan.layers if row.converted and row.fqn.rpartition(".")[2] not in _HEADS}
     in_fp8 -= _in_bf16(config, state.get("precision"), in_fp8)
     in_fp8 -= {fqn for group in _split_groups(in_fp8, [row.fqn for row in plan.layers]) for fqn in group}
     rows = [row for row in plan.layers if row.fqn in in_fp8]
-    for row in rows:
-        if row.num_experts or tuple(shapes.get(row.weight_name, ())) != row.shape:
-            kind = "weights of experts" if row.num_experts else "a Conv1D's or a frozen weight"
-            raise UnsupportedError(
-                f"convert: expected trained nn.Linear weights in FP8, got {row.fqn}, {kind}, whose export is not "
-                "written yet. Convert to safetensors, and quantise it for your server."
-            )
+    if odd := _not_written_yet(plan, {row.fqn for row in rows}, shapes):
+        raise UnsupportedError(
+            f"convert: expected a model of trained nn.Linear, got {odd}, whose export is not written yet. Convert to "
+            "safetensors, and quantise them for your server."
+        )
     if not rows:
         raise UnsupportedError("convert: expected a linear in FP8 at the save, got none. Convert to safetensors.")
     linear, master = config["linear"], BY_NAME[master_of(config)]
     is_split = master.is_split
-    own = TENSOR if is_split else OF_RECIPE[linear["recipe"]]
+    own = TENSOR if is_split else OF_RECIPE[linear.get("recipe", "tensorwise")]
     if is_split or linear.get("weight_scales") == "power_of_two":
         own = replace(own, is_pow2=True)
     if form is None:
@@ -157,6 +168,20 @@ def export_of(state: Mapping[str, Any], shapes: Mapping[str, Any], form: str | N
     others = tuple(row.fqn for row in plan.layers if row.fqn not in in_fp8)
     scale_inv = state["scale_inv"] if is_split else {}
     return Export({row.weight_name: row for row in rows}, others, own, master, scale_inv, form)
+
+
+def _not_written_yet(plan: Plan, in_fp8: Collection[str], shapes: Mapping[str, Any]) -> str:
+    """Name what of a model cannot be exported: what servers store in another way; empty if there is nothing."""
+    experts = [row.fqn for row in plan.layers if row.num_experts] + [name for name in shapes if ".experts." in name]
+    if experts:
+        return f"experts ({experts[0]})"
+    for row in plan.layers:
+        shape = tuple(shapes.get(row.weight_name, ()))
+        if shape and shape != row.shape:
+            return f"a Conv1D or a part of a linear ({row.fqn}: {list(shape)} for {list(row.shape)})"
+        if not shape and row.fqn in in_fp8:
+            return f"frozen weights in FP8 ({row.fqn})"
+    return ""
 
 
 def _holds(form: str, own: Granularity) -> bool:
@@ -172,6 +197,8 @@ def _in_bf16(config: Mapping[str, Any], precision: Mapping[str, Any] | None, nam
     layers = (config.get("schedule") or {}).get("layers") or {}
     for pattern in sorted(layers, key=len):
         found.update(dict.fromkeys(matching(pattern, names), layers[pattern]))
+    stays = (precision or {}).get("stays", {})  # an older version's: (length, until, is_over) by layer
+    found.update({name: "bf16" for name, (_, _, is_over) in stays.items() if not is_over})
     found.update((precision or {}).get("overrides", {}))
     return {name for name, kind in found.items() if kind == "bf16"}
 
