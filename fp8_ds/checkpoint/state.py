@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fp8_ds.errors import ConfigError
-from fp8_ds.nn.linear.payload import OF_RECIPE, TENSOR
+from fp8_ds.nn.linear.payload import OF_RECIPE, TENSOR, granularity_of
 from fp8_ds.nn.moe.products import MAX_IN_A_LOOP
 from fp8_ds.nn.plan.plan import Plan
 from fp8_ds.numerics.formats import E4M3
@@ -146,7 +146,7 @@ def wrong_entries(
     if found := list(_unlike(state, there)):
         return found
     linear, master = state["config"].get("linear", {}), master_of(state["config"])
-    granularity = TENSOR if master != "fp32" else OF_RECIPE[linear.get("recipe", "tensorwise")]
+    granularity = granularity_of(linear.get("recipe", "tensorwise"), is_split=master != "fp32")
     names = {row.weight_name for row in plan.layers if row.converted}
     shapes: dict[tuple[Any, ...], tuple[int, ...]] = {}
     if granularity == TENSOR:

@@ -220,14 +220,9 @@ class LayerPrecision:
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Take over overrides of a checkpoint, also those of other stages' layers; `update` applies them.
-
-        Layers that an older version's guard had sent to bf16 for a number of steps (`guard.return_after`) stay there.
-        """
-        self.overrides = {} if state is None else dict(state["overrides"])
+        """Take over overrides of a checkpoint, also those of other stages' layers; `update` applies them."""
+        self.overrides = saved_overrides(state)
         self._saved_last = None if state is None else state.get("last")  # an older version's has none
-        stays = {} if state is None else state.get("stays", {})  # (length, until, is_over) by layer
-        self.overrides |= {name: "bf16" for name, (_, _, is_over) in stays.items() if not is_over}
         self.unrecorded = frozenset() if state is None else frozenset(state.get("plain", ())) & self._linears.keys()
 
     def tell_of_resume(self, step: int) -> None:
@@ -238,3 +233,14 @@ class LayerPrecision:
                 f"fp8: the checkpoint is of the bf16 steps that ended its run, from step {self._saved_last} on; this "
                 f"run goes back to FP8, {until}"
             )
+
+
+def saved_overrides(state: Mapping[str, Any] | None) -> dict[str, Precision]:
+    """Return the overrides in what `LayerPrecision.state_dict` returned.
+
+    Layers that an older version's guard had sent to bf16 for a number of steps (`guard.return_after`) stay there.
+    """
+    if state is None:
+        return {}
+    stays = state.get("stays", {})  # (length, until, is_over) by layer
+    return {**state["overrides"], **{name: "bf16" for name, (_, _, is_over) in stays.items() if not is_over}}

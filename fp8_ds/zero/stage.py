@@ -7,7 +7,7 @@ their scales.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import nn
 
 from fp8_ds.comm.collectives import ByteCounter
 from fp8_ds.config import Fp8Config
-from fp8_ds.nn.linear.payload import OF_RECIPE, TENSOR, Granularity
+from fp8_ds.nn.linear.payload import Granularity, granularity_of
 from fp8_ds.nn.plan.plan import Plan
 from fp8_ds.numerics.scale import AmaxHistory
 
@@ -56,10 +56,9 @@ class Fp8Context:
 
     @property
     def granularity(self) -> Granularity:
-        """Elements of a weight that share a scale. Split masters have one scale a weight, whatever the recipe."""
-        linear = self.config.linear
-        found = TENSOR if self.config.optimizer.states == "fp8" else OF_RECIPE[linear.recipe]
-        return replace(found, is_pow2=True) if linear.weight_scales == "power_of_two" else found
+        """Elements of a weight that share a scale."""
+        linear, is_split = self.config.linear, self.config.optimizer.states == "fp8"
+        return granularity_of(linear.recipe, is_split=is_split, is_pow2=linear.weight_scales == "power_of_two")
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -81,6 +81,12 @@ OF_RECIPE = {
     "blockwise": TILE,
 }
 """Granularity of weights, by recipe of the linears."""
+
+
+def granularity_of(recipe: str, *, is_split: bool, is_pow2: bool = False) -> Granularity:
+    """Return which elements of a weight share a scale. Split masters have one scale a weight, whatever the recipe."""
+    found = TENSOR if is_split else OF_RECIPE[recipe]
+    return replace(found, is_pow2=True) if is_pow2 else found
 
 
 @dataclass(frozen=True)

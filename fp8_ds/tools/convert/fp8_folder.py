@@ -25,7 +25,7 @@ from torch import Tensor
 from fp8_ds.checkpoint.folders import refuse_special
 from fp8_ds.config.explain import parse_json
 from fp8_ds.errors import CheckpointError, UnsupportedError
-from fp8_ds.nn.linear.payload import ROW, TILE, Granularity
+from fp8_ds.nn.linear.payload import ROW, TILE, Granularity, per_element
 from fp8_ds.ops.blockwise import BLOCK
 from fp8_ds.tools.convert.model_folder import TensorFiles
 
@@ -66,7 +66,8 @@ def format_of(source: Path) -> ServingFormat | None:
     if not os.path.lexists(path):
         return None
     refuse_special([path])
-    given = next((config[key] for key in _KEYS if (config := _read(path)).get(key) is not None), None)
+    config = _read(path)
+    given = next((config[key] for key in _KEYS if config.get(key) is not None), None)
     if given is None:
         return None
     if not isinstance(given, Mapping):
@@ -156,7 +157,8 @@ def read_values(source: Path, stored: ServingFormat, dtype: torch.dtype) -> Iter
                 "model's bf16 weights."
             )
         if tensor.dtype == torch.float8_e4m3fn:
-            tensor = _values(tensor, _scale_of(files, name, stored), stored).to(dtype)
+            scale = per_element(_scale_of(files, name, stored), tensor.shape)
+            tensor = tensor.float().mul_(scale).to(dtype)
         yield name, tensor
 
 
@@ -181,20 +183,12 @@ def _scale_of(files: TensorFiles, name: str, stored: ServingFormat) -> Tensor:
         )
     if scale.dtype == torch.uint8:  # exponents of powers of two, as "scale_fmt": "ue8m0" may store them
         scale = scale.view(torch.float8_e8m0fnu)
-    scale = scale.float() if scale.is_floating_point() else scale.float().fill_(torch.nan)
-    if not bool((scale.isfinite() & (scale >= 0)).all()):
+    is_number = scale.is_floating_point()
+    scale = scale.float()
+    if not is_number or not bool((scale.isfinite() & (scale >= 0)).all()):
         raise CheckpointError(
             f"{files.path(scale_name)}: expected scales that are numbers, finite and not negative, got others in "
             f"{scale_name}. "
             "Copy the model again."
         )
     return scale
-
-
-def _values(weight: Tensor, scale: Tensor, stored: ServingFormat) -> Tensor:
-    """Return bytes times scales in float32 [out, in], one row of the grid at a time."""
-    rows, cols = stored.granularity.block
-    values = weight.float()
-    for band, own in zip(values.split(rows or len(values)), scale, strict=True):
-        band.mul_(own if cols is None else own.repeat_interleave(cols)[: band.shape[1]])
-    return values

@@ -1,4 +1,4 @@
-"""What of a training checkpoint goes into an FP8 folder for servers, and in which form: arithmetic on its own state.
+"""Export of a training checkpoint to an FP8 folder for servers: its layers and their form, from its own state.
 
 Servers read scales a row, or a block of 128 x 128. Each can hold the bytes that training computes with if its scales
 are as fine as theirs or finer; block scales must be powers of two for it, because servers round others to such when
@@ -18,9 +18,11 @@ from typing import Any
 from torch import Tensor
 
 from fp8_ds.checkpoint.state import master_of
-from fp8_ds.config.schedule import matching
+from fp8_ds.config import ScheduleConfig
+from fp8_ds.config.schedule import PrecisionSchedule
+from fp8_ds.engine.precision import saved_overrides
 from fp8_ds.errors import CheckpointError, UnsupportedError
-from fp8_ds.nn.linear.payload import OF_RECIPE, TENSOR, Granularity, per_element
+from fp8_ds.nn.linear.payload import Granularity, granularity_of, per_element
 from fp8_ds.nn.plan.plan import LayerPlan, Plan
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.numerics.masters import BY_NAME, MasterFormat, encode
@@ -158,9 +160,8 @@ def export_of(state: Mapping[str, Any], shapes: Mapping[str, Any], form: str | N
         raise UnsupportedError("convert: expected a linear in FP8 at the save, got none. Convert to safetensors.")
     linear, master = config["linear"], BY_NAME[master_of(config)]
     is_split = master.is_split
-    own = TENSOR if is_split else OF_RECIPE[linear.get("recipe", "tensorwise")]
-    if is_split or linear.get("weight_scales") == "power_of_two":
-        own = replace(own, is_pow2=True)
+    is_pow2 = is_split or linear.get("weight_scales") == "power_of_two"
+    own = granularity_of(linear.get("recipe", "tensorwise"), is_split=is_split, is_pow2=is_pow2)
     if form is None:
         fits = all(size % BLOCK == 0 for row in rows for size in (row.out_features, row.in_features))
         form = "fp8-block" if _holds("fp8-block", own) and (fits or not _holds("compressed-tensors", own)) else ""
@@ -191,16 +192,12 @@ def _holds(form: str, own: Granularity) -> bool:
     return own.is_tensor or own.is_row
 
 
-def _in_bf16(config: Mapping[str, Any], precision: Mapping[str, Any] | None, names: Collection[str]) -> set[str]:
+def _in_bf16(config: Mapping[str, Any], precision: Mapping[str, Any] | None, names: Collection[str]) -> frozenset[str]:
     """Return the layers that training held in bf16 for what they are, and not for the step."""
-    found: dict[str, str] = dict.fromkeys((precision or {}).get("plain", ()), "bf16")
     layers = (config.get("schedule") or {}).get("layers") or {}
-    for pattern in sorted(layers, key=len):
-        found.update(dict.fromkeys(matching(pattern, names), layers[pattern]))
-    stays = (precision or {}).get("stays", {})  # an older version's: (length, until, is_over) by layer
-    found.update({name: "bf16" for name, (_, _, is_over) in stays.items() if not is_over})
-    found.update((precision or {}).get("overrides", {}))
-    return {name for name, kind in found.items() if kind == "bf16"}
+    schedule = PrecisionSchedule.of(ScheduleConfig(layers=layers), names, None, may_miss=True)
+    plain = () if precision is None else precision.get("plain", ())
+    return schedule.in_bf16(sorted(names), 0, saved_overrides(precision), plain)
 
 
 def _split_groups(in_fp8: Collection[str], names: Collection[str]) -> Iterator[set[str]]:
