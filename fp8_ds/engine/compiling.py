@@ -1,5 +1,5 @@
 """Changes of `engine.compile()`: the limit of graphs, guards on our own fixed objects, rotary tables made once, logits
-without a gradient; in ZeRO-3 biases added out of place, and layers checkpointed without their hooks."""
+without a gradient; in ZeRO-3 biases added out of place, layers checkpointed without hooks, and a graph of the loss."""
 
 from __future__ import annotations
 
@@ -297,6 +297,46 @@ class DetachedLogits:
         del self._module.forward
         if self._before is not None:
             self._module.forward = self._before
+
+
+class SeparateLoss:
+    """A graph for the loss function of a transformers model in ZeRO-3, where a graph ends behind the head; `remove()`
+    undoes it.
+
+    A model that caps or scales what its head returns, as Gemma 2, would do so in the loss's graph, and return logits
+    from it: AOTAutograd makes the gradient of zeros that `DetachedLogits` describes.
+
+    Args:
+        module: a module with transformers' `loss_function`.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module, self._function = module, module.loss_function
+        self._before = module.__dict__.get("_loss_function")
+        module.loss_function = self
+
+    @skip
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Put the function of before back, unless another has taken its place."""
+        if self._module.__dict__.get("_loss_function") is not self:
+            return
+        del self._module._loss_function
+        if self._before is not None:
+            self._module.loss_function = self._before
+
+
+def separate_losses(model: nn.Module) -> list[SeparateLoss]:
+    """Give the loss of each transformers model with a head in `model` its own graph, unless it is a module itself."""
+    return [SeparateLoss(module) for module in model.modules() if _has_plain_loss(module)]
+
+
+def _has_plain_loss(module: Any) -> bool:
+    if not isinstance(getattr(type(module), "loss_function", None), property) or "_loss_function" in module._modules:
+        return False
+    return module.get_output_embeddings() is not None and not isinstance(module.loss_function, SeparateLoss)
 
 
 def _has_logits(output: Any) -> bool:

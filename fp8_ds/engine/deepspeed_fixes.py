@@ -130,12 +130,11 @@ def make_fewer_masks(engine: Any) -> None:
 
 
 def detach_logits(engine: Any) -> None:
-    """`logits_gradient`: let logits beside a loss leave the graph of a compiled model without a gradient, until the
-    engine is destroyed (compiling.py). In ZeRO-3 a graph ends behind the head, and logits are no output of the loss's,
-    but where a model caps them: these have their gradient of zeros.
-    """
-    is_new = not any(isinstance(hook, compiling.DetachedLogits) for hook in engine._fp8_hooks)
-    if is_new and not engine.zero_optimization_partition_weights():
+    """`logits_gradient`: let logits beside a loss leave the graph of a compiled model without a gradient, or, in
+    ZeRO-3, leave it before the loss, until the engine is destroyed (compiling.py)."""
+    if engine.zero_optimization_partition_weights():
+        engine._fp8_hooks += compiling.separate_losses(engine.module)
+    elif not any(isinstance(hook, compiling.DetachedLogits) for hook in engine._fp8_hooks):
         engine._fp8_hooks.append(compiling.DetachedLogits(engine.module))
 
 

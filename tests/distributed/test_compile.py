@@ -493,6 +493,49 @@ def test_logits_beside_a_compiled_loss_raise_in_a_backward_and_have_their_gradie
     training.destroy(engine)
 
 
+@on_ranks(2)
+def test_capped_logits_of_zero_3_get_no_gradient_of_zeros_in_a_graph_and_have_their_own() -> None:
+    """Gemma 2 caps what its head returns: the graph of the loss takes capped logits, and returns none."""
+    pytest.importorskip("transformers")
+    returned: list[list[torch.Size]] = []
+
+    def look(graph: Any, inputs: Any) -> Any:
+        (output,) = graph.graph.find_nodes(op="output")
+        values = [node.meta["example_value"] for node in output.args[0]]
+        returned.append([value.shape for value in values if value.requires_grad])
+        return graph.forward
+
+    def train(is_compiled: bool, without: list[str]) -> list[float]:
+        torch.manual_seed(0)
+        model = Llama("Gemma2", num_hidden_layers=1, final_logit_softcapping=2.0, head_dim=16, use_cache=False).model
+        engine = training.start(model, training.ds_config(3, {"without_deepspeed_fixes": without}))
+        if is_compiled:
+            engine.compile(backend=look)
+        found, own = [], engine.module._loss_function if hasattr(engine.module, "_loss_function") else None
+        for step in range(2):
+            output = engine(input_ids=tokens_of(engine, step), labels=tokens_of(engine, step))
+            engine.backward(output.loss + 0.1 * output.logits.float().square().mean())
+            engine.step()
+            found += [output.loss.item(), float(engine.get_global_grad_norm())]
+        assert (own is not None) == (is_compiled and not without)
+        module = engine.module
+        training.destroy(engine)
+        assert not hasattr(module, "_loss_function")
+        return found
+
+    def graphs_of_a_loss_with_logits() -> int:
+        return sum(torch.Size([]) in shapes and any(len(shape) == 3 for shape in shapes) for shapes in returned)
+
+    expected = train(False, [])
+    torch._dynamo.reset()
+    assert train(True, []) == expected
+    assert any(torch.Size([]) in shapes for shapes in returned)
+    assert graphs_of_a_loss_with_logits() == 0
+    torch._dynamo.reset()
+    assert train(True, ["logits_gradient"]) == expected
+    assert graphs_of_a_loss_with_logits() > 0
+
+
 def losses_with_a_frozen_embedding() -> list[list[float]]:
     found = []
     for is_compiled in (False, True):
