@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
 from fp8_ds.config import ScheduleConfig
 from fp8_ds.errors import ConfigError
@@ -117,3 +117,14 @@ def matching(pattern: str, names: Collection[str]) -> list[str]:
     whose names contain it."""
     inside = [name for name in names if pattern.endswith(".") and f"{name}.".startswith(pattern)]
     return [pattern] if pattern in names else inside or [name for name in names if pattern in name]
+
+
+def saved_overrides(state: Mapping[str, Any] | None) -> dict[str, Precision]:
+    """Return the overrides in what `LayerPrecision.state_dict` (engine/precision.py) returned.
+
+    Layers that an older version's guard had sent to bf16 for a number of steps (`guard.return_after`) stay there.
+    """
+    if state is None:
+        return {}
+    stays = state.get("stays", {})  # (length, until, is_over) by layer
+    return {**state["overrides"], **{name: "bf16" for name, (_, _, is_over) in stays.items() if not is_over}}

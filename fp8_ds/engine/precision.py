@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8_ds.config import ScheduleConfig
-from fp8_ds.config.schedule import Precision, PrecisionSchedule, matching
+from fp8_ds.config.schedule import Precision, PrecisionSchedule, matching, saved_overrides
 from fp8_ds.engine.compat.model import PARALLEL_SCHEDULE
 from fp8_ds.engine.ranks import tell_all
 from fp8_ds.errors import ConfigError, UnsupportedError
@@ -233,14 +233,3 @@ class LayerPrecision:
                 f"fp8: the checkpoint is of the bf16 steps that ended its run, from step {self._saved_last} on; this "
                 f"run goes back to FP8, {until}"
             )
-
-
-def saved_overrides(state: Mapping[str, Any] | None) -> dict[str, Precision]:
-    """Return the overrides in what `LayerPrecision.state_dict` returned.
-
-    Layers that an older version's guard had sent to bf16 for a number of steps (`guard.return_after`) stay there.
-    """
-    if state is None:
-        return {}
-    stays = state.get("stays", {})  # (length, until, is_over) by layer
-    return {**state["overrides"], **{name: "bf16" for name, (_, _, is_over) in stays.items() if not is_over}}

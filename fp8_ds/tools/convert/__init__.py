@@ -21,12 +21,12 @@ import torch
 from deepspeed.checkpoint import constants
 from torch import Tensor
 
-from fp8_ds.checkpoint import folders
+from fp8_ds.checkpoint import folders, fp8_folder, model_folder, serving
 from fp8_ds.checkpoint.folders import GLOBAL_STATE, TENSORS
 from fp8_ds.checkpoint.state import CHECKPOINT_KEY, LEFT_OUT_KEY, master_of
 from fp8_ds.errors import CheckpointError, ConfigError, Fp8DsError, UnsupportedError
 from fp8_ds.numerics.masters import BY_NAME
-from fp8_ds.tools.convert import fp8_folder, model_folder, serving, universal
+from fp8_ds.tools.convert import universal
 from fp8_ds.tools.convert.universal import read_file, refuse_damage, shapes_in, tensor_in
 
 Kind = Literal["deepspeed", "universal", "safetensors", "fp8"]

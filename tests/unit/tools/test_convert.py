@@ -19,11 +19,12 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from fp8_ds.checkpoint import folders as m
+from fp8_ds.checkpoint import model_folder
 from fp8_ds.checkpoint.contents import read_data
 from fp8_ds.checkpoint.folders import GLOBAL_STATE
 from fp8_ds.cli.app import app
 from fp8_ds.errors import CheckpointError, ConfigError, Fp8DsError, UnsupportedError
-from fp8_ds.tools.convert import convert, kind_of, model_folder
+from fp8_ds.tools.convert import convert, kind_of
 
 MODEL_FILE = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 WEIGHTS = {

@@ -17,10 +17,10 @@ from typing import Any
 
 from torch import Tensor
 
+from fp8_ds.checkpoint.fp8_folder import BLOCKS, ROWS, ServingFormat
 from fp8_ds.checkpoint.state import master_of
 from fp8_ds.config import ScheduleConfig
-from fp8_ds.config.schedule import PrecisionSchedule
-from fp8_ds.engine.precision import saved_overrides
+from fp8_ds.config.schedule import PrecisionSchedule, saved_overrides
 from fp8_ds.errors import CheckpointError, UnsupportedError
 from fp8_ds.nn.linear.payload import Granularity, granularity_of, per_element
 from fp8_ds.nn.plan.plan import LayerPlan, Plan
@@ -28,7 +28,6 @@ from fp8_ds.numerics.formats import E4M3
 from fp8_ds.numerics.masters import BY_NAME, MasterFormat, encode
 from fp8_ds.ops.blockwise import BLOCK
 from fp8_ds.ops.quantize import quantize
-from fp8_ds.tools.convert.fp8_folder import BLOCKS, ROWS, ServingFormat
 
 FORMATS = {"fp8-block": BLOCKS, "compressed-tensors": ROWS}
 _TOGETHER = (

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from fp8_ds.checkpoint.folders import refuse_special
+from fp8_ds.checkpoint.model_folder import TensorFiles
 from fp8_ds.config.explain import parse_json
 from fp8_ds.errors import CheckpointError, UnsupportedError
 from fp8_ds.nn.linear.payload import ROW, TILE, Granularity, per_element
 from fp8_ds.ops.blockwise import BLOCK
-from fp8_ds.tools.convert.model_folder import TensorFiles
 
 CONFIG = "config.json"
 _KEYS = ("quantization_config", "compression_config")

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from fp8_ds.checkpoint.serving import export_of
 from fp8_ds.config import Fp8Config
 from fp8_ds.errors import CheckpointError, UnsupportedError
 from fp8_ds.nn.plan.plan import LayerPlan, Plan
-from fp8_ds.tools.convert.serving import export_of
 
 LINEARS = {
     **{f"layers.0.attn.{part}_proj": (256, 128) for part in "qkvo"},
