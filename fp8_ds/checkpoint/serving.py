@@ -21,7 +21,7 @@ from fp8_ds.checkpoint.fp8_folder import BLOCKS, ROWS, ServingFormat
 from fp8_ds.checkpoint.state import master_of
 from fp8_ds.config import ScheduleConfig
 from fp8_ds.config.schedule import PrecisionSchedule, saved_overrides
-from fp8_ds.errors import CheckpointError, UnsupportedError
+from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
 from fp8_ds.nn.linear.payload import Granularity, granularity_of, per_element
 from fp8_ds.nn.plan.plan import LayerPlan, Plan
 from fp8_ds.numerics.formats import E4M3
@@ -94,6 +94,20 @@ class Export:
             yield name, codes
             yield f"{name.removesuffix('weight')}{stored.scale}", scale_inv
 
+    def stored(self, name: str, codes: Tensor, scale_inv: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield what the folder holds of an FP8 weight whose form it keeps (`is_own`).
+
+        Args:
+            codes: float8_e4m3fn [out, in], of training.
+            scale_inv: its grid of scales there, float32.
+        """
+        form = FORMATS[self.form]
+        yield name, codes
+        yield (
+            f"{name.removesuffix('weight')}{form.scale}",
+            scale_inv.expand(form.granularity.grid(codes.shape)).contiguous(),
+        )
+
     def _quantized(self, name: str, master: Tensor, stored: ServingFormat) -> tuple[Tensor, Tensor]:
         grid = stored.granularity.grid(master.shape)
         used = self.own if self.is_own else replace(stored.granularity, is_pow2=True)
@@ -143,8 +157,11 @@ def export_of(state: Mapping[str, Any], shapes: Mapping[str, Any], form: str | N
             multiples of 128.
 
     Raises:
+        ConfigError: there is no such form.
         UnsupportedError: no linear is in FP8, or the model has experts, a Conv1D, or frozen weights in FP8.
     """
+    if form is not None and form not in FORMATS:
+        raise ConfigError(f"form: expected one of {', '.join(FORMATS)}, got {form!r}. Name one.")
     config, plan = state["config"], Plan.from_state(state["plan"])
     in_fp8 = {row.fqn for row in plan.layers if row.converted and row.fqn.rpartition(".")[2] not in _HEADS}
     in_fp8 -= _in_bf16(config, state.get("precision"), in_fp8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from deepspeed.checkpoint.constants import (
     UNIVERSAL_CHECKPOINT_VERSION_VALUE,
 )
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from torch import nn
+from torch import Tensor, nn
 
 from fp8_ds.checkpoint.folders import as_file_errors, refuse_tag
 from fp8_ds.checkpoint.state import (
@@ -30,6 +30,7 @@ from fp8_ds.checkpoint.state import (
     save_state,
     split_master_scales,
 )
+from fp8_ds.engine import serving
 from fp8_ds.engine.checking import Load, checked
 from fp8_ds.engine.compat.model import refuse_one_ranks_part
 from fp8_ds.engine.deepspeed_fixes import correct_tp_degree
@@ -137,6 +138,29 @@ class Fp8Checkpoints:
         self._fp8_note_save()
         with self.optimizer.fp8_export(ds_comm.get_rank() == 0), as_file_errors(Path(save_dir, save_filename)):
             return super().save_16bit_model(save_dir, save_filename, *args, **kwargs)  # type: ignore[misc]
+
+    def save_fp8_pretrained(self: Any, folder: str | Path, form: str | None = None) -> None:
+        """Save the model as a folder of FP8 safetensors that vLLM, SGLang and transformers load. Collective.
+
+        Linears in FP8 are stored with the bytes that training computes with where `form` can hold them; all else is
+        bf16. Beside them are config.json with its "quantization_config", and the tokenizer's files if the model was
+        loaded from a folder. The folder is whole or absent.
+
+        Args:
+            folder: empty or not there; rank 0 writes it.
+            form: "fp8-block" or "compressed-tensors" (docs/serving.md); None: the one that keeps training's bytes.
+
+        Raises:
+            UnsupportedError: the model is not transformers', cannot be exported, or nothing of it is in FP8.
+            ConfigError: the folder has files.
+            CheckpointError: rank 0 could not write; on all ranks.
+        """
+        self._fp8_note_save()
+        serving.save_folder(self, Path(folder), form)
+
+    def fp8_tensors(self: Any, form: str | None = None) -> Iterator[tuple[str, Tensor]]:
+        """See `fp8_ds.checkpoint.iter_fp8_tensors`."""
+        return serving.tensors_of(self, serving.export_of_engine(self, form, "iter_fp8_tensors"))
 
     def _zero3_consolidated_16bit_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Gather weights as DeepSpeed does, for transformers and accelerate.

@@ -1,0 +1,153 @@
+"""FP8 tensors of an engine under the names of a model folder: one after the other for a server that has the model, or
+saved as a folder that servers load. Both are collective, and have the bytes of `fp8-ds convert --to fp8`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from deepspeed import comm as ds_comm
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor, nn
+
+from fp8_ds.checkpoint import folders
+from fp8_ds.checkpoint.fp8_folder import CONFIG, with_quantization
+from fp8_ds.checkpoint.model_folder import configuration_files, write_tensors
+from fp8_ds.checkpoint.serving import Export, export_of
+from fp8_ds.checkpoint.state import save_state
+from fp8_ds.engine.compat.model import refuse_one_ranks_part
+from fp8_ds.engine.ranks import say, tell_all
+from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
+from fp8_ds.nn.linear.fp8_linear import full_shape
+from fp8_ds.zero.full import full_codes, full_master, full_value
+
+
+def export_of_engine(engine: Any, form: str | None, what: str) -> Export:
+    """Return how the model of `engine` leaves in the form `form` for `what`, a function that is named in errors.
+
+    Raises:
+        UnsupportedError: nothing is in FP8, this rank has a part of the model, or it holds what is not written yet.
+    """
+    if engine.fp8 is None:
+        raise UnsupportedError(f"{what}: expected linears in FP8, got none. Save the model as without fp8_ds.")
+    if isinstance(engine, PipelineEngine):
+        raise UnsupportedError(
+            f"{what}: expected a whole model, got stages of a pipeline, whose names are not the model's. Use "
+            "engine.save_checkpoint and `fp8-ds convert --to universal`, and load that without a pipeline."
+        )
+    refuse_one_ranks_part(engine.module, engine.autotp_size(), what)
+    if hasattr(engine.module, "peft_config"):
+        raise UnsupportedError(
+            f"{what}: expected a model without adapters, got one of peft. Save the adapters by their own "
+            "save_pretrained, merge them into the model (merge_and_unload), and export that."
+        )
+    shapes = {name: full_shape(p) for name, p in engine.module.named_parameters() if p.requires_grad}
+    return export_of(save_state(engine.fp8), shapes, form)
+
+
+def tensors_of(engine: Any, export: Export) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of `export` on the engine's device, one parameter gathered at a time; each tensor once."""
+    for name, tensor in _named_tensors(engine.module):
+        if not isinstance(tensor, nn.Parameter):
+            yield name, tensor.bfloat16() if tensor.is_floating_point() else tensor
+        elif hasattr(tensor, "_fp8") and name in export.layers and export.is_own:
+            with full_codes(engine.optimizer, tensor) as codes:
+                if codes is not None:
+                    yield from export.stored(name, codes, tensor._fp8.scale_inv)
+                    continue
+            yield from export.tensors([(name, _master(tensor))])
+        elif hasattr(tensor, "_fp8"):
+            yield from export.tensors([(name, _master(tensor))])
+        else:
+            with full_value(tensor) as value:
+                yield name, value.bfloat16() if value.is_floating_point() else value
+
+
+def _master(weight: Any) -> Tensor:
+    """Return the fp32 master of an FP8 weight; what a frozen one holds."""
+    if (master := full_master(weight)) is not None:
+        return master
+    with full_value(weight) as value:
+        return value.clone()
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and persistent buffers of `module`, in the order of its state_dict, each once."""
+    seen: set[int] = set()
+    for path, child in module.named_modules():
+        kept = [(name, b) for name, b in child._buffers.items() if name not in child._non_persistent_buffers_set]
+        for name, tensor in [*child._parameters.items(), *kept]:
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield f"{path}.{name}" if path else name, tensor
+
+
+def save_folder(engine: Any, folder: Path, form: str | None) -> None:
+    """Save what `tensors_of` yields as the folder `folder`, on rank 0. See `Fp8Engine.save_fp8_pretrained`."""
+    what = "save_fp8_pretrained"
+    config = getattr(engine.module, "config", None)
+    if not hasattr(config, "save_pretrained"):
+        raise UnsupportedError(
+            f"{what}: expected a model of transformers, whose config.json servers need, got {type(engine.module)}. Use "
+            "engine.save_checkpoint and `fp8-ds convert --to fp8 --model FOLDER`."
+        )
+    export = export_of_engine(engine, form, what)
+    staging, is_writer = folders.beside(folder, folders.INCOMPLETE), ds_comm.get_rank() == 0
+    if any(tell_all(is_writer and folder.is_dir() and any(folder.iterdir()))):
+        raise ConfigError(f"folder: expected an empty folder or none, got {folder} with files. Name another.")
+    tensors = tensors_of(engine, export)
+
+    def write() -> None:
+        if not is_writer:
+            return
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        with folders.as_file_errors(staging):
+            on_cpu = ((name, tensor.cpu()) for name, tensor in tensors)
+            write_tensors(on_cpu, staging, lambda: _write_configuration(engine.module, staging, export))
+
+    problem = _problem(write)
+    rest = _problem(lambda: [None for _ in tensors])  # after an error, too: others wait in its collectives
+    problems = list(filter(None, tell_all(problem or rest)))
+    if not problems:
+        problem = _problem(lambda: _publish(staging, folder) if is_writer else None)
+        problems = list(filter(None, tell_all(problem)))
+    if problems:
+        if is_writer:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise CheckpointError(
+            f"{what}: expected rank 0 to write {str(folder)!r}, got {problems[0]}. Make room or choose another folder."
+        )
+    say(f"fp8: {what}: {export.describe()}")
+
+
+def _problem(work: Callable[[], Any]) -> str:
+    """Do `work`, and return the text of its error, or "": the ranks tell each other."""
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:300]}"
+    return ""
+
+
+def _publish(staging: Path, folder: Path) -> None:
+    if folder.is_dir():
+        folder.rmdir()
+    staging.rename(folder)
+    folders.sync_folder(folder.parent)
+
+
+def _write_configuration(model: Any, out: Path, export: Export) -> None:
+    """Write config.json, and beside it what the folder has that the model was loaded from: its tokenizer's files."""
+    source = Path(getattr(model.config, "name_or_path", "") or "")
+    if (source / CONFIG).is_file():
+        for path in configuration_files(source):
+            shutil.copyfile(path, out / path.name)
+    model.config.save_pretrained(out)
+    if (generation := getattr(model, "generation_config", None)) is not None:
+        generation.save_pretrained(out)
+    text = with_quantization(out / CONFIG, export.quantization_config())
+    assert text is not None
+    folders.write_text(out / CONFIG, text)

@@ -1,0 +1,120 @@
+"""FP8 folders and tensors of an engine are those that its checkpoint is converted to; a gather is a byte a weight."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import training
+from safetensors.torch import load_file
+from support.models import Llama
+from support.ranks import on_ranks
+
+from fp8_ds.checkpoint import iter_fp8_tensors
+from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
+from fp8_ds.tools.convert import convert
+
+pytestmark = pytest.mark.distributed
+
+SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "max_position_embeddings": 64}
+SPLIT = {"optimizer": {"states": "fp8", "master": "e4m19"}}
+BF16_LAYER = {"schedule": {"layers": {"layers.0.mlp.down_proj": "bf16"}}}
+
+
+def trained(stage: int, fp8: dict[str, Any], **sizes: Any) -> Any:
+    torch.manual_seed(0)
+    engine = training.start(Llama(**{**SIZES, **sizes}).model, training.ds_config(stage, fp8))
+    for step in range(2):
+        tokens = training.micro_batches(step, torch.distributed.get_world_size())[torch.distributed.get_rank()]
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+    return engine
+
+
+def export(folder: str, stage: int, fp8: dict[str, Any], form: str | None) -> int:
+    """Save a checkpoint and an FP8 folder of an engine, and compare with what it yields; return the bytes gathered."""
+    engine = trained(stage, fp8)
+    engine.save_checkpoint(f"{folder}/ckpt")
+    engine.save_fp8_pretrained(f"{folder}/live", form)
+    saved = load_file(f"{folder}/live/model.safetensors")
+    before = engine.fp8.counter.fp8
+    num_weights = sum(p._fp8.scale_inv.numel() > 0 for p in engine.fp8.weights.values())
+    names = []
+    for name, tensor in iter_fp8_tensors(engine, form):
+        names.append(name)
+        assert stage != 3 or sum(p._fp8.data is not None for p in engine.fp8.weights.values()) <= 1
+        assert torch.equal(tensor.cpu().view(torch.uint8), saved[name].view(torch.uint8)), name
+    assert sorted(names) == sorted(saved) and num_weights == 14
+    gathered = engine.fp8.counter.fp8 - before
+    loss = engine(input_ids=(tokens := training.micro_batches(9, 2)[0]), labels=tokens).loss
+    engine.backward(loss)
+    engine.step()  # nothing is left gathered
+    training.destroy(engine)
+    return gathered
+
+
+CASES = [
+    (3, {"linear": {"recipe": "delayed"}}, None),
+    (2, {"linear": {"recipe": "tensorwise"}}, "fp8-block"),
+    (3, {**SPLIT, **BF16_LAYER}, None),
+    pytest.param(1, {"linear": {"recipe": "rowwise"}, **BF16_LAYER}, None, marks=pytest.mark.slow),
+    pytest.param(2, SPLIT, None, marks=pytest.mark.slow),
+    pytest.param(3, {"linear": {"recipe": "blockwise"}}, "compressed-tensors", marks=pytest.mark.slow),
+    pytest.param(3, {"schedule": {"bf16_last_fraction": 0.9, "total_steps": 2}}, None, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("stage", "fp8", "form"), CASES, ids=str)
+def test_a_folder_of_the_engine_is_that_of_its_checkpoint(
+    ranks: Any, tmp_path: Path, stage: int, fp8: dict[str, Any], form: str | None
+) -> None:
+    gathered = ranks(2).run(export, str(tmp_path), stage, fp8, form)
+    convert(tmp_path / "ckpt", tmp_path / "out", "fp8", model=tmp_path / "live", form=form)
+    live, converted = (load_file(tmp_path / name / "model.safetensors") for name in ("live", "out"))
+    assert live.keys() == converted.keys()
+    is_split = fp8.get("optimizer", {}).get("states") == "fp8"
+    for name, tensor in live.items():
+        assert tensor.dtype == converted[name].dtype, name
+        if tensor.dtype == torch.bfloat16 and is_split:  # masters that lie between two values round to the even one
+            codes = [one.view(torch.int16).int() for one in (tensor, converted[name])]
+            assert (codes[0] - codes[1]).abs().max() <= 1 and (codes[0] != codes[1]).float().mean() < 1 / 32, name
+            continue
+        assert torch.equal(tensor.view(torch.uint8), converted[name].view(torch.uint8)), name
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("live", "out")]
+    assert configs[0] == configs[1]
+    in_fp8 = sum(tensor.numel() for tensor in live.values() if tensor.dtype == torch.float8_e4m3fn)
+    is_own = form is None and "schedule" not in fp8
+    assert set(gathered) == ({in_fp8} if stage == 3 and is_own else {gathered[0]})
+
+
+@on_ranks(2)
+def test_a_save_that_fails_on_the_rank_that_writes_fails_on_all_and_leaves_nothing(folder: str) -> None:
+    tmp_path, engine = Path(folder), trained(3, {})
+    (tmp_path / "full").mkdir(exist_ok=True)
+    (tmp_path / "full" / "file").write_text("a user's")
+    with pytest.raises(ConfigError, match="empty folder"):
+        engine.save_fp8_pretrained(tmp_path / "full")
+    (tmp_path / "file").write_text("a user's")
+    with pytest.raises(CheckpointError, match="rank 0"):
+        engine.save_fp8_pretrained(tmp_path / "file" / "below")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full"]
+    with pytest.raises(ConfigError, match="form"):
+        iter_fp8_tensors(engine, "fp4")
+    training.destroy(engine)
+
+
+@on_ranks(1)
+def test_what_cannot_be_exported_is_refused_before_anything_is_gathered(folder: str) -> None:
+    tmp_path = Path(folder)
+    engine = training.build(training.ds_config(2, {}), {})
+    with pytest.raises(UnsupportedError, match="transformers"):
+        engine.save_fp8_pretrained(tmp_path / "out")
+    training.destroy(engine)
+    engine = training.build(training.ds_config(2, None), {})
+    with pytest.raises(UnsupportedError, match="fp8"):
+        iter_fp8_tensors(engine)
+    training.destroy(engine)
+    assert not (tmp_path / "out").exists()
