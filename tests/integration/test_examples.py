@@ -126,6 +126,18 @@ def test_the_example_of_trainer_trains_and_saves(root: Path, start_ranks: Launch
 
 
 @pytest.mark.slow
+def test_the_example_of_grpo_learns_from_completions_of_the_exported_weights(
+    root: Path, start_ranks: Launch, tmp_path: Path
+) -> None:
+    pytest.importorskip("trl")
+    folder = root / "examples/huggingface"
+    output = start_ranks(folder / "train_grpo.py", folder / "ds_zero3_fp8.json", 20)
+    rewards = [float(value) for value in re.search(r"'rewards': \[(.*)\]", output)[1].split(",")]  # type: ignore[index]
+    sizes = [float(value) for value in re.search(r"'MB a sync': ([\d.]+), 'in bf16': ([\d.]+)", output).groups()]  # type: ignore[union-attr]
+    assert rewards[-1] > 1.3 * rewards[0] and sizes[0] < 0.6 * sizes[1]
+
+
+@pytest.mark.slow
 @pytest.mark.launcher
 def test_accelerate_launch_starts_its_example(root: Path, tmp_path: Path, cpu_environment: dict[str, str]) -> None:
     pytest.importorskip("accelerate")
