@@ -24,7 +24,7 @@ _LAZY = {
     "SeamError": "fp8_ds.errors",
     "UnsupportedError": "fp8_ds.errors",
 }
-_MODULES = ("attention", "errors", "monitor", "tools", "tp")
+_MODULES = ("attention", "checkpoint", "errors", "monitor", "tools", "tp")
 """Of docs/api, imported when they are first named: `import fp8_ds` is enough for `fp8_ds.tp.parallelize`."""
 
 __all__ = [
