@@ -120,6 +120,22 @@ def test_transformers_and_our_converter_read_the_same_weights(ranks: Any, tmp_pa
         assert (ours[name].float() - master).abs().max() <= master.abs().max() / 16, name
 
 
+def test_compressed_tensors_own_loader_reads_the_values_of_training(ranks: Any, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    trained = ranks(1).run(save, str(tmp_path), 2, {"linear": {"recipe": "rowwise"}})[0]
+    convert(tmp_path / "ckpt", tmp_path / "out", "fp8", model=tmp_path / "model")
+    read = transformers.CompressedTensorsConfig(dequantize=True)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    found = load(tmp_path / "out", quantization_config=read, dtype=torch.bfloat16).state_dict()
+    assert found.keys() == trained["masters"].keys()
+    for name, (codes, scale_inv) in trained["fp8"].items():
+        values = codes.view(torch.float8_e4m3fn).float() * per_element(scale_inv, codes.shape)
+        assert torch.equal(found[name], values.bfloat16()), name
+    others = trained["masters"].keys() - trained["fp8"].keys()
+    assert others and all(torch.equal(found[name], trained["masters"][name]) for name in others)
+
+
 @pytest.mark.parametrize("kind", ["frozen", pytest.param("conv1d", marks=pytest.mark.slow), "stock"])
 def test_what_is_not_exported_yet_is_refused_by_name(ranks: Any, tmp_path: Path, kind: str) -> None:
     said = {"frozen": r"frozen weights .*blocks\.1\.up", "conv1d": "a Conv1D .*blocks", "stock": "got one without"}[
