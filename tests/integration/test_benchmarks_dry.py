@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.scripts import run_command
+from support.scripts import run_command, run_script
 
 
 @pytest.fixture
@@ -91,6 +91,33 @@ def test_linear_sizes_measures_each_cell_once(run_main: Callable[..., str], tmp_
     run_main("linear_sizes", "--out", tmp_path)
     again = json.loads(path.read_text())["cells"]
     assert again[:3] == cells[1:] and len(again) == 4  # the missing one is measured, the others are kept
+
+
+@pytest.mark.slow
+def test_serving_compares_both_ends_in_both_forms(
+    root: Path, cpu_environment: dict[str, str], text_cache: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    options = (
+        "--model",
+        "tiny-llama",
+        "--steps",
+        40,
+        "--held-out-tokens",
+        2048,
+        "--cache",
+        text_cache,
+        "--out",
+        tmp_path,
+    )
+    run_script(root / "benchmarks/serving.py", options, cpu_environment, tmp_path / "log")
+    (path,) = tmp_path.glob("*-serving.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["end"] for row in rows] == ["FP8"] * 6 + ["3 % in bf16"] * 6
+    losses = [row["loss"] for row in rows]
+    assert len(set(losses)) > 6 and max(losses) < 1.01 * min(losses)
+    assert all(row["db"] is None or 25 < row["db"] < 80 for row in rows)
+    assert {row["loader"] for row in rows} <= {"", "the same bits"}
 
 
 def test_rows_out_of_box_contain_every_pair(benchmark: Callable[[str], Any]) -> None:
