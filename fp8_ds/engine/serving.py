@@ -38,7 +38,7 @@ def export_of_engine(engine: Any, form: str | None, what: str) -> Export:
             "engine.save_checkpoint and `fp8-ds convert --to universal`, and load that without a pipeline."
         )
     refuse_one_ranks_part(engine.module, engine.autotp_size(), what)
-    if hasattr(engine.module, "peft_config"):
+    if hasattr(engine.module, "peft_config") or getattr(engine.module, "_hf_peft_config_loaded", False):
         raise UnsupportedError(
             f"{what}: expected a model without adapters, got one of peft. Save the adapters by their own "
             "save_pretrained, merge them into the model (merge_and_unload), and export that."

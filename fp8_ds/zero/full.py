@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
-import torch
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor
 
@@ -49,7 +48,7 @@ def full_value(parameter: Any) -> Iterator[Tensor]:
     if not hasattr(parameter, "ds_id"):
         yield parameter.detach()
         return
-    with deepspeed.zero.GatheredParameters([parameter]), torch.no_grad():
+    with deepspeed.zero.GatheredParameters([parameter]):
         yield parameter.detach()
 
 

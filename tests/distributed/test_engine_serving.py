@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import safetensors.torch
 import torch
 import training
 from safetensors.torch import load_file
 from support.models import Llama
 from support.ranks import on_ranks
 
-from fp8_ds.checkpoint import iter_fp8_tensors
+from fp8_ds.checkpoint import iter_fp8_tensors, model_folder
 from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
 from fp8_ds.tools.convert import convert
 
@@ -101,6 +104,26 @@ def test_a_save_that_fails_on_the_rank_that_writes_fails_on_all_and_leaves_nothi
     with pytest.raises(CheckpointError, match="rank 0"):
         engine.save_fp8_pretrained(tmp_path / "file" / "below")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full"]
+    calls: list[Any] = []
+
+    def fill_the_disk(*args: Any, **kwargs: Any) -> None:
+        calls.append(args)
+        if len(calls) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save_file(*args, **kwargs)
+
+    save_file = safetensors.torch.save_file
+    with (
+        patch.object(model_folder, "_SHARD_BYTES", 100_000),
+        patch.object(safetensors.torch, "save_file", fill_the_disk),
+        pytest.raises(CheckpointError, match="No space left"),
+    ):
+        engine.save_fp8_pretrained(tmp_path / "out")
+    assert len(calls) == (3 if torch.distributed.get_rank() == 0 else 0)
+    if torch.distributed.get_rank() == 0:
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full"]
+    assert all(p._fp8.data is None for p in engine.fp8.weights.values()) and torch.is_grad_enabled()
+    engine.save_fp8_pretrained(tmp_path / "out")
     with pytest.raises(ConfigError, match="form"):
         iter_fp8_tensors(engine, "fp4")
     training.destroy(engine)
