@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,39 +128,45 @@ def with_quantization(path: Path, given: dict[str, Any] | None) -> str | None:
     return json.dumps(config, indent=2) + "\n"
 
 
-def read_values(source: Path, stored: ServingFormat, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of an FP8 model folder: FP8 weights as values, bytes times scales, the others as they are.
+def value_readers(source: Path, stored: ServingFormat, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
+    """Return functions that read the tensors of an FP8 model folder, by name: FP8 weights as bytes times scales, the
+    others as they are.
 
     Products are rounded to float32, and then to `dtype`: with scales that are powers of two both are exact. Scales of
     activations and of the KV cache are left out.
 
     Raises:
-        CheckpointError: a file is damaged or missing, an FP8 weight has no scale, a scale no FP8 weight, or it has
-            another shape than the weight's, or a value that is no scale.
-        UnsupportedError: a tensor is in another FP8 format than E4M3, or not of two dimensions.
+        CheckpointError: a file is damaged or missing, an FP8 weight has no scale, a scale no FP8 weight, or (on
+            reading) it has another shape than the weight's, or a value that is no scale.
+        UnsupportedError: on reading, a tensor is in another FP8 format than E4M3, or not of two dimensions.
     """
     files = TensorFiles(source)
+    found: dict[str, Callable[[], Tensor]] = {}
     for name in files.names:
         if name.endswith(_OF_SERVING):
             continue
         stem, _, last = name.rpartition(".")
-        if last == stored.scale:
-            if files.dtype(weight := f"{stem}.weight") != torch.float8_e4m3fn:
-                raise CheckpointError(
-                    f"{files.path(name)}: expected {weight} in float8_e4m3fn beside {name}, got "
-                    f"{files.dtype(weight) or 'none'}. Copy the model again."
-                )
-            continue
-        tensor = files.read(name)
-        if tensor.dtype in _OTHER_FP8:
-            raise UnsupportedError(
-                f"{files.path(name)}: expected weights in float8_e4m3fn, got {name} in {tensor.dtype}. Take the "
-                "model's bf16 weights."
+        if last != stored.scale:
+            found[name] = partial(_value, files, name, stored, dtype)
+        elif files.dtype(weight := f"{stem}.weight") != torch.float8_e4m3fn:
+            raise CheckpointError(
+                f"{files.path(name)}: expected {weight} in float8_e4m3fn beside {name}, got "
+                f"{files.dtype(weight) or 'none'}. Copy the model again."
             )
-        if tensor.dtype == torch.float8_e4m3fn:
-            scale = per_element(_scale_of(files, name, stored), tensor.shape)
-            tensor = tensor.float().mul_(scale).to(dtype)
-        yield name, tensor
+    return found
+
+
+def _value(files: TensorFiles, name: str, stored: ServingFormat, dtype: torch.dtype) -> Tensor:
+    tensor = files.read(name)
+    if tensor.dtype in _OTHER_FP8:
+        raise UnsupportedError(
+            f"{files.path(name)}: expected weights in float8_e4m3fn, got {name} in {tensor.dtype}. Take the "
+            "model's bf16 weights."
+        )
+    if tensor.dtype == torch.float8_e4m3fn:
+        scale = per_element(_scale_of(files, name, stored), tensor.shape)
+        tensor = tensor.float().mul_(scale).to(dtype)
+    return tensor
 
 
 def _scale_of(files: TensorFiles, name: str, stored: ServingFormat) -> Tensor:

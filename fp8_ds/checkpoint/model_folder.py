@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +93,10 @@ def _named(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path}: expected safetensors, got a damaged file ({error}). Copy it again.") from error
 
 
-def read_tensors(source: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a model folder. It raises as TensorFiles does."""
+def readers(source: Path) -> dict[str, Callable[[], Tensor]]:
+    """Return functions that read the tensors of a model folder, by name. It raises as TensorFiles does."""
     files = TensorFiles(source)
-    for name in files.names:
-        yield name, files.read(name)
+    return {name: partial(files.read, name) for name in files.names}
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -5,23 +5,28 @@ are as fine as theirs or finer; block scales must be powers of two for it, becau
 they load, and quantise the weights again by those. A weight in another form is quantised from its master, by scales
 that are powers of two.
 
-Sources: vllm 0.33, model_executor/layers/quantization/utils/fp8_utils.py `requant_weight_ue8m0_inplace`; sglang 0.5.23,
+A layer's experts are matrices of their own, as in the model's own files, all of them in FP8 or none.
+
+Sources: vllm 0.33, model_executor/layers/quantization/utils/fp8_utils.py `requant_weight_ue8m0_inplace`,
+utils/quant_utils.py `is_layer_skipped`, compressed_tensors/compressed_tensors_moe.py `get_moe_method`; sglang 0.5.23,
 srt/layers/quantization/fp8_utils.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fp8_ds.checkpoint.fp8_folder import BLOCKS, ROWS, ServingFormat
+from fp8_ds.checkpoint.saved_names import SavedNames
 from fp8_ds.checkpoint.state import master_of
 from fp8_ds.config import ScheduleConfig
 from fp8_ds.config.schedule import PrecisionSchedule, saved_overrides
-from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
+from fp8_ds.errors import CheckpointError, UnsupportedError
 from fp8_ds.nn.linear.payload import Granularity, granularity_of, per_element
 from fp8_ds.nn.plan.plan import LayerPlan, Plan
 from fp8_ds.numerics.formats import E4M3
@@ -40,6 +45,9 @@ _TOGETHER = (
 """Linears that servers join into one: all of them are in FP8, or none."""
 _HEADS = ("lm_head", "embed_out")
 """Linears that servers do not quantise."""
+_EXPERTS = ".experts"
+_ASKED_FOR = ("0.gate_proj", "0.up_proj", "0.down_proj")
+"""Names below a layer's experts by which vLLM asks whether compressed-tensors leaves them out, whatever they are."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +55,14 @@ class Export:
     """An FP8 folder to be made of a checkpoint.
 
     Attributes:
-        layers: linears that are in FP8, by the names of their weights.
-        others: names of the linears that stay bf16.
+        layers: linears and weights of experts that are in FP8, by the names of their weights in training.
+        others: names of those that stay bf16.
         own: which elements share a scale in training.
         master: format of the masters, of which split ones have the codes as their upper part.
         scale_inv: scales of split masters at the save, by names of weights; others follow from largest magnitudes.
         form: "fp8-block" or "compressed-tensors".
+        names: names of tensors in the folder.
+        left_out: names that modules have in the folder which are not in FP8 and could be.
     """
 
     layers: Mapping[str, LayerPlan]
@@ -61,6 +71,8 @@ class Export:
     master: MasterFormat
     scale_inv: Mapping[str, Tensor]
     form: str
+    names: SavedNames
+    left_out: tuple[str, ...]
 
     @property
     def is_own(self) -> bool:
@@ -69,59 +81,61 @@ class Export:
 
     def describe(self) -> str:
         """Say in a line whose the bytes are, and what stays bf16."""
+        has_experts = any(row.num_experts for row in self.layers.values())
+        what = f"{len(self.layers)} {'linears and weights of experts' if has_experts else 'linears'}"
         if self.is_own:
-            text = f"{self.form}: {len(self.layers)} linears with the bytes that training computes with"
+            text = f"{self.form}: {what} with the bytes that training computes with"
         else:
             kept = next(name for name in FORMATS if _holds(name, self.own))
             text = (
-                f"{self.form}: {len(self.layers)} linears, quantised from their masters by powers of two, other bytes "
+                f"{self.form}: {what}, quantised from their masters by powers of two, other bytes "
                 f"than training's, which --format {kept} keeps"
             )
         return f"{text}; in bf16: {', '.join(self.others) or 'no linear'}"
 
     def tensors(self, masters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield what the folder holds: codes [out, in] and scales of FP8 weights, other floating tensors in bf16.
+        """Yield what the folder holds of all tensors, as `saved` does.
 
         Args:
             masters: all tensors of the checkpoint, by name; float32 where training has masters.
         """
-        stored = FORMATS[self.form]
         for name, master in masters:
-            if name not in self.layers:
-                yield name, master.bfloat16() if master.is_floating_point() else master
-                continue
-            codes, scale_inv = self._quantized(name, master.float(), stored)
-            yield name, codes
-            yield f"{name.removesuffix('weight')}{stored.scale}", scale_inv
+            yield from self.saved(name, master)
 
-    def stored(self, name: str, codes: Tensor, scale_inv: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield what the folder holds of an FP8 weight whose form it keeps (`is_own`).
+    def saved(self, name: str, master: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield what the folder holds of one tensor: codes [out, in] and scales of FP8 weights, else bf16 of floats."""
+        if name not in self.layers:
+            yield from self.names.saved(name, master.bfloat16() if master.is_floating_point() else master).items()
+            return
+        stored, master = FORMATS[self.form], master.float()
+        scales = self._scales(name, master, stored) if self.is_own else None  # of all experts
+        for key, part in self.names.saved(name, master).items():
+            codes, scale_inv = self._quantized(name, part, stored, scales)
+            yield key, codes
+            yield f"{key.removesuffix('weight')}{stored.scale}", scale_inv
 
-        Args:
-            codes: float8_e4m3fn [out, in], of training.
-            scale_inv: its grid of scales there, float32.
-        """
-        form = FORMATS[self.form]
-        yield name, codes
-        yield (
-            f"{name.removesuffix('weight')}{form.scale}",
-            scale_inv.expand(form.granularity.grid(codes.shape)).contiguous(),
-        )
-
-    def _quantized(self, name: str, master: Tensor, stored: ServingFormat) -> tuple[Tensor, Tensor]:
-        grid = stored.granularity.grid(master.shape)
-        used = self.own if self.is_own else replace(stored.granularity, is_pow2=True)
+    def _scales(self, name: str, master: Tensor, stored: ServingFormat) -> tuple[Tensor, Tensor]:
+        """Return (scale, scale_inv) for the weight `name`."""
         if self.is_own and self.master.is_split:
             scale_inv = self.scale_inv[name].float()
+            return scale_inv.reciprocal(), scale_inv
+        used = self.own if self.is_own else replace(stored.granularity, is_pow2=True)
+        return used.scales(used.amax(master.reshape(-1), master.shape))
+
+    def _quantized(
+        self, name: str, master: Tensor, stored: ServingFormat, scales: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return codes and scales of a matrix of the weight `name`; `scales`: those of the whole weight."""
+        scale, scale_inv = self._scales(name, master, stored) if scales is None else scales
+        if self.is_own and self.master.is_split:
             codes = encode(master, self.master, scale_inv)[0].view(E4M3.torch_dtype)
         else:
-            scale, scale_inv = used.scales(used.amax(master.reshape(-1), master.shape))
             codes = quantize(master, per_element(scale, master.shape), E4M3)
         if not bool(scale_inv.isfinite().all()):
             raise CheckpointError(
                 f"convert: expected finite masters, got others in {name}. Convert a checkpoint of before they came."
             )
-        return codes, scale_inv.expand(grid).contiguous()
+        return codes, scale_inv.expand(stored.granularity.grid(master.shape)).contiguous()
 
     def quantization_config(self) -> dict[str, Any]:
         """Return the entry of config.json, with full names of what is not in FP8: vLLM takes no parts of names."""
@@ -131,8 +145,12 @@ class Export:
                 "activation_scheme": "dynamic",
                 "fmt": "e4m3",
                 "weight_block_size": [BLOCK, BLOCK],
-                "modules_to_not_convert": list(self.others),
+                "modules_to_not_convert": list(self.left_out),
             }
+        experts = sorted({found for name in self.left_out if (found := _experts_of(name))})
+        asked_for = [
+            name for found in experts for last in _ASKED_FOR if (name := f"{found}.{last}") not in self.left_out
+        ]
         common = {"num_bits": 8, "type": "float", "symmetric": True}
         group = {
             "targets": ["Linear"],
@@ -143,29 +161,39 @@ class Export:
             "quant_method": "compressed-tensors",
             "format": "float-quantized",
             "quantization_status": "compressed",
-            "ignore": list(self.others),
+            "ignore": [*self.left_out, *asked_for],
             "config_groups": {"group_0": group},
         }
 
 
-def export_of(state: Mapping[str, Any], shapes: Mapping[str, Any], form: str | None) -> Export:
+def export_of(
+    state: Mapping[str, Any], shapes: Mapping[str, Any], form: str | None, names: SavedNames | None = None
+) -> Export:
     """Return what is made of a checkpoint whose own state is `state` (checkpoint/state.py).
 
     Args:
         shapes: of the trainable parameters, by name.
         form: a name in FORMATS; None: the one that keeps training's bytes, and of both fp8-block where all sizes are
             multiples of 128.
+        names: names of tensors in the folder. None: those of training.
 
     Raises:
-        ConfigError: there is no such form.
-        UnsupportedError: no linear is in FP8, or the model has experts, a Conv1D, or frozen weights in FP8.
+        UnsupportedError: no linear is in FP8; or some are that are a Conv1D, frozen, or held in another way by the
+            model's files; or the model's files join weights.
     """
-    if form is not None and form not in FORMATS:
-        raise ConfigError(f"form: expected one of {', '.join(FORMATS)}, got {form!r}. Name one.")
-    config, plan = state["config"], Plan.from_state(state["plan"])
+    config, plan, names = state["config"], Plan.from_state(state["plan"]), names or SavedNames()
+    known = {**names.shapes, **shapes}
+    shaped = [*known.items(), *((row.weight_name, row.shape) for row in plan.layers)]
+    if names.model is None and (stacked := [name for name, shape in shaped if len(shape) > 2 and _experts_of(name)]):
+        raise UnsupportedError(
+            f"--model: expected a model whose files' names of experts ({stacked[0]}) are known, got {names.reason}. "
+            "Name the folder of the model that was trained, where the transformers that trained it is installed."
+        )
+    beside, listed = _beside_experts([name for name, _ in shaped]), [row.fqn for row in plan.layers]
     in_fp8 = {row.fqn for row in plan.layers if row.converted and row.fqn.rpartition(".")[2] not in _HEADS}
+    in_fp8 -= {fqn for fqn in in_fp8 if fqn.rpartition(".")[0] in beside}
     in_fp8 -= _in_bf16(config, state.get("precision"), in_fp8)
-    in_fp8 -= {fqn for group in _split_groups(in_fp8, [row.fqn for row in plan.layers]) for fqn in group}
+    in_fp8 -= {fqn for group in _split_groups(in_fp8, listed) for fqn in group}
     rows = [row for row in plan.layers if row.fqn in in_fp8]
     if odd := _not_written_yet(plan, {row.fqn for row in rows}, shapes):
         raise UnsupportedError(
@@ -174,24 +202,70 @@ def export_of(state: Mapping[str, Any], shapes: Mapping[str, Any], form: str | N
         )
     if not rows:
         raise UnsupportedError("convert: expected a linear in FP8 at the save, got none. Convert to safetensors.")
+    sizes = [size for row in rows for shape in _matrices(row, names) for size in shape]
     linear, master = config["linear"], BY_NAME[master_of(config)]
     is_split = master.is_split
     is_pow2 = is_split or linear.get("weight_scales") == "power_of_two"
     own = granularity_of(linear.get("recipe", "tensorwise"), is_split=is_split, is_pow2=is_pow2)
     if form is None:
-        fits = all(size % BLOCK == 0 for row in rows for size in (row.out_features, row.in_features))
+        fits = all(size % BLOCK == 0 for size in sizes)
         form = "fp8-block" if _holds("fp8-block", own) and (fits or not _holds("compressed-tensors", own)) else ""
         form = form or "compressed-tensors"
-    others = tuple(row.fqn for row in plan.layers if row.fqn not in in_fp8)
-    scale_inv = state["scale_inv"] if is_split else {}
-    return Export({row.weight_name: row for row in rows}, others, own, master, scale_inv, form)
+    others = [row for row in plan.layers if row.fqn not in in_fp8]
+    left_out = _left_out(known, others, {row.weight_name for row in rows}, beside)
+    modules = tuple(key.removesuffix(".weight") for pair in left_out.items() for key in _shapes_in(names, *pair))
+    fqns, scale_inv = tuple(row.fqn for row in others), state["scale_inv"] if is_split else {}
+    return Export({row.weight_name: row for row in rows}, fqns, own, master, scale_inv, form, names, modules)
+
+
+def _left_out(
+    known: Mapping[str, Sequence[int]], others: Iterable[LayerPlan], in_fp8: Collection[str], beside: Collection[str]
+) -> dict[str, Sequence[int]]:
+    """Return the shapes of the weights in bf16 that servers look up: linears, experts, and what says which of these."""
+    found: dict[str, Sequence[int]] = {row.weight_name: row.shape for row in others}
+    for name, shape in known.items():
+        owner, _, last = name.rpartition(".")
+        is_beside = last == "weight" and owner.rpartition(".")[0] in beside
+        if name not in in_fp8 and len(shape) > 1 and (is_beside or _experts_of(name)):
+            found.setdefault(name, shape)
+    return found
+
+
+def _shapes_in(names: SavedNames, name: str, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes that the folder has of the tensor `name`, by name."""
+    parts = names.saved(name, torch.empty(tuple(shape), dtype=torch.bfloat16, device="meta"))
+    return {key: tuple(part.shape) for key, part in parts.items()}
+
+
+def _matrices(row: LayerPlan, names: SavedNames) -> Iterable[tuple[int, ...]]:
+    """Return the shapes of the FP8 matrices that the folder has of a weight.
+
+    Raises:
+        UnsupportedError: the model's files hold it in another way.
+    """
+    found = _shapes_in(names, row.weight_name, row.shape)
+    are_matrices = all(key.endswith(".weight") and len(shape) == 2 for key, shape in found.items())
+    if are_matrices and (row.num_experts or names.is_kept(row.weight_name)):
+        return found.values()
+    raise UnsupportedError(
+        f"convert: expected weights that the model's files hold as matrices, got {row.weight_name}, there "
+        f"{next(iter(found))}. Convert to safetensors, and quantise them for your server."
+    )
+
+
+def _experts_of(name: str) -> str:
+    """Return the name of the experts that the layer or tensor `name` is of; empty if of none."""
+    before, found, _ = name.rpartition(f"{_EXPERTS}.")
+    return f"{before}{_EXPERTS}" if found else ""
+
+
+def _beside_experts(names: Iterable[str]) -> set[str]:
+    """Return the modules that hold experts. Linears directly in them say which; servers do not quantise these."""
+    return {found.removesuffix(_EXPERTS) for name in names if (found := _experts_of(name))}
 
 
 def _not_written_yet(plan: Plan, in_fp8: Collection[str], shapes: Mapping[str, Any]) -> str:
     """Name what of a model cannot be exported: what servers store in another way; empty if there is nothing."""
-    experts = [row.fqn for row in plan.layers if row.num_experts] + [name for name in shapes if ".experts." in name]
-    if experts:
-        return f"experts ({experts[0]})"
     for row in plan.layers:
         shape = tuple(shapes.get(row.weight_name, ()))
         if shape and shape != row.shape:
@@ -217,10 +291,15 @@ def _in_bf16(config: Mapping[str, Any], precision: Mapping[str, Any] | None, nam
 
 
 def _split_groups(in_fp8: Collection[str], names: Collection[str]) -> Iterator[set[str]]:
-    """Yield the linears in FP8 of each group that servers join and that is in FP8 in part."""
+    """Yield the linears in FP8 of each group that servers join and that is in FP8 in part: by names, and experts."""
+    groups: dict[str, set[str]] = {}
+    for name in names:
+        if experts := _experts_of(name):
+            groups.setdefault(experts, set()).add(name)
     for parts in _TOGETHER:
         owners = {name.removesuffix(f".{parts[0]}") for name in names if name.endswith(f".{parts[0]}")}
         for owner in owners:
-            group = {f"{owner}.{part}" for part in parts if f"{owner}.{part}" in names}
-            if (inside := group & set(in_fp8)) != group:
-                yield inside
+            groups[f"{owner}.{parts[0]}"] = {f"{owner}.{part}" for part in parts if f"{owner}.{part}" in names}
+    for group in groups.values():
+        if (inside := group & set(in_fp8)) != group:
+            yield inside

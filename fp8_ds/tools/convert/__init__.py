@@ -12,7 +12,7 @@ import argparse
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fp8_ds.checkpoint import folders, fp8_folder, model_folder, serving
 from fp8_ds.checkpoint.folders import GLOBAL_STATE, TENSORS
+from fp8_ds.checkpoint.saved_names import SavedNames
 from fp8_ds.checkpoint.state import CHECKPOINT_KEY, LEFT_OUT_KEY, master_of
 from fp8_ds.errors import CheckpointError, ConfigError, Fp8DsError, UnsupportedError
 from fp8_ds.numerics.masters import BY_NAME
@@ -145,11 +146,12 @@ def convert(
                 raise ConfigError("--model: expected a folder with config.json for an FP8 folder, got none. Name it.")
             if form is not None and form not in serving.FORMATS:
                 raise ConfigError(f"--format: expected one of {', '.join(serving.FORMATS)}, got {form!r}. Name one.")
-            export = serving.export_of(*_state_of_save(source, tag, trust_pickle), form)
+            names = SavedNames.of_folder(model)
+            export = serving.export_of(*_state_of_save(source, tag, trust_pickle), form, names)
             tensors = export.tensors(_of_save(source, tag, trust_pickle, dtype=None))
             note = export.describe()
         elif kind == "fp8":
-            tensors = _of_fp8(source, torch.bfloat16)
+            tensors = ((name, read()) for name, read in _readers(kind, source, torch.bfloat16).items())
         else:
             tensors = (
                 _of_universal(source, trust_pickle) if kind == "universal" else _of_save(source, tag, trust_pickle)
@@ -188,7 +190,7 @@ def _write_universal(
         raise ConfigError(f"out: expected a folder that a rename can name, got the mount {out}. Name one in it.")
     with universal.published(out) as work:
         if kind in ("safetensors", "fp8"):
-            read = model_folder.read_tensors(source) if kind == "safetensors" else _of_fp8(source, torch.float32)
+            read = SavedNames.of_folder(source).loaded(_readers(kind, source, torch.float32))
             universal.write_weights(read, work, int(stage or 0), source)
         else:
             if kind == "deepspeed":
@@ -203,10 +205,13 @@ def _write_universal(
     return len(sizes), sum(sizes)
 
 
-def _of_fp8(source: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def _readers(kind: Kind, source: Path, dtype: torch.dtype) -> Mapping[str, Callable[[], Tensor]]:
+    """Return functions that read the tensors of a model folder, by name; FP8 weights as values in `dtype`."""
+    if kind == "safetensors":
+        return model_folder.readers(source)
     stored = fp8_folder.format_of(source)
     assert stored is not None
-    return fp8_folder.read_values(source, stored, dtype)
+    return fp8_folder.value_readers(source, stored, dtype)
 
 
 def _of_universal(source: Path, trust_pickle: bool) -> Iterator[tuple[str, Tensor]]:

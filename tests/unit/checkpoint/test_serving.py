@@ -55,8 +55,8 @@ def test_layers_that_are_in_bf16_for_what_they_are_stay_so(precision: dict[str, 
 @pytest.mark.parametrize(
     ("state", "shapes", "said"),
     [
-        (state_of(experts=4), SHAPES, "experts"),
-        (state_of(), SHAPES | {"layers.0.mlp.experts.w": (4, 8, 8)}, "experts"),
+        (state_of(experts=4), SHAPES, r"--model: .*experts\.gate_up_proj"),
+        (state_of(), SHAPES | {"layers.0.mlp.experts.w": (4, 8, 8)}, r"--model: .*experts\.w"),
         (state_of(), SHAPES | {"layers.0.mlp.up_proj.weight": (128, 384)}, r"a Conv1D .*up_proj: \[128, 384\]"),
         (state_of(), {name: SHAPES[name] for name in list(SHAPES)[1:]}, "frozen weights .*q_proj"),
         (state_of({"overrides": dict.fromkeys(LINEARS, "bf16")}), SHAPES, "expected a linear in FP8"),
