@@ -63,6 +63,7 @@ class Export:
         form: "fp8-block" or "compressed-tensors".
         names: names of tensors in the folder.
         left_out: names that modules have in the folder which are not in FP8 and could be.
+        matrices: shapes of the folder's FP8 weights, by name.
     """
 
     layers: Mapping[str, LayerPlan]
@@ -73,6 +74,7 @@ class Export:
     form: str
     names: SavedNames
     left_out: tuple[str, ...]
+    matrices: Mapping[str, tuple[int, ...]]
 
     @property
     def is_own(self) -> bool:
@@ -202,20 +204,20 @@ def export_of(
         )
     if not rows:
         raise UnsupportedError("convert: expected a linear in FP8 at the save, got none. Convert to safetensors.")
-    sizes = [size for row in rows for shape in _matrices(row, names) for size in shape]
+    matrices = {name: shape for row in rows for name, shape in _matrices(row, names).items()}
     linear, master = config["linear"], BY_NAME[master_of(config)]
     is_split = master.is_split
     is_pow2 = is_split or linear.get("weight_scales") == "power_of_two"
     own = granularity_of(linear.get("recipe", "tensorwise"), is_split=is_split, is_pow2=is_pow2)
     if form is None:
-        fits = all(size % BLOCK == 0 for size in sizes)
+        fits = all(size % BLOCK == 0 for shape in matrices.values() for size in shape)
         form = "fp8-block" if _holds("fp8-block", own) and (fits or not _holds("compressed-tensors", own)) else ""
         form = form or "compressed-tensors"
     others = [row for row in plan.layers if row.fqn not in in_fp8]
     left_out = _left_out(known, others, {row.weight_name for row in rows}, beside)
     modules = tuple(key.removesuffix(".weight") for pair in left_out.items() for key in _shapes_in(names, *pair))
     fqns, scale_inv = tuple(row.fqn for row in others), state["scale_inv"] if is_split else {}
-    return Export({row.weight_name: row for row in rows}, fqns, own, master, scale_inv, form, names, modules)
+    return Export({row.weight_name: row for row in rows}, fqns, own, master, scale_inv, form, names, modules, matrices)
 
 
 def _left_out(
@@ -237,8 +239,8 @@ def _shapes_in(names: SavedNames, name: str, shape: Sequence[int]) -> dict[str, 
     return {key: tuple(part.shape) for key, part in parts.items()}
 
 
-def _matrices(row: LayerPlan, names: SavedNames) -> Iterable[tuple[int, ...]]:
-    """Return the shapes of the FP8 matrices that the folder has of a weight.
+def _matrices(row: LayerPlan, names: SavedNames) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the FP8 matrices that the folder has of a weight, by name.
 
     Raises:
         UnsupportedError: the model's files hold it in another way.
@@ -246,7 +248,7 @@ def _matrices(row: LayerPlan, names: SavedNames) -> Iterable[tuple[int, ...]]:
     found = _shapes_in(names, row.weight_name, row.shape)
     are_matrices = all(key.endswith(".weight") and len(shape) == 2 for key, shape in found.items())
     if are_matrices and (row.num_experts or names.is_kept(row.weight_name)):
-        return found.values()
+        return found
     raise UnsupportedError(
         f"convert: expected weights that the model's files hold as matrices, got {row.weight_name}, there "
         f"{next(iter(found))}. Convert to safetensors, and quantise them for your server."

@@ -202,6 +202,9 @@ def convert(
     form: Annotated[
         Form | None, typer.Option("--format", help="Form of an FP8 folder. Default: the one that keeps the bytes.")
     ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Load the FP8 folder by transformers, on the CPU, and compare all values.")
+    ] = False,
     trust_pickle: Annotated[
         bool,
         typer.Option("--trust-pickle", help="Files may hold more than data: code of whoever wrote them is executed."),
@@ -225,7 +228,8 @@ def convert(
         with argument("source"):
             conversion.kind_of(source)
         target: conversion.Kind = "safetensors" if to is Target.bf16 else to.value
-        found = conversion.convert(source, out, target, tag, stage, model, trust_pickle, form and form.value)
+        form_name = form and form.value
+        found = conversion.convert(source, out, target, tag, stage, model, trust_pickle, form_name, verify)
     dtype = {"universal": " in fp32", "fp8": ""}.get(found["target"], " in bf16")
     what = f"{found['num_tensors']} tensors, {decimal(found['num_bytes'], precision=2)}{dtype}"
     lines = [f"{found['source']} to {found['target']}: {what}; {len(found['files'])} entries in {out}"]

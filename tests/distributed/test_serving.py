@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import tempfile
 from pathlib import Path
@@ -74,7 +75,9 @@ def test_the_folder_has_the_bytes_of_training_by_default(
     ranks: Any, tmp_path: Path, fp8: dict[str, Any], stage: int, form: str
 ) -> None:
     trained = ranks(2).run(save, str(tmp_path), stage, fp8)[0]
-    found = convert(tmp_path / "ckpt", tmp_path / "out", "fp8", model=tmp_path / "model")
+    can_verify = importlib.util.find_spec("compressed_tensors" if form == "compressed-tensors" else "accelerate")
+    found = convert(tmp_path / "ckpt", tmp_path / "out", "fp8", model=tmp_path / "model", verify=can_verify is not None)
+    assert can_verify is None or "verified" in found["note"]
     assert found["note"].startswith(f"{form}: 14 linears with the bytes that training computes with; in bf16: lm_head")
     tensors, (rows, cols) = load_file(tmp_path / "out" / "model.safetensors"), (128, 128)
     for name, (codes, scale_inv) in trained["fp8"].items():
@@ -165,6 +168,8 @@ def test_layers_that_training_held_in_bf16_stay_so_with_what_servers_join() -> N
             convert(Path(folder, "ckpt"), Path(folder, "other"), "fp8")
         with pytest.raises(UnsupportedError, match="save_checkpoint"):
             convert(Path(folder, "out"), Path(folder, "other"), "fp8", model=Path(folder, "model"))
+        with pytest.raises(ConfigError, match="--verify: expected it with fp8"):
+            convert(Path(folder, "ckpt"), Path(folder, "other"), "safetensors", verify=True)
         with pytest.raises(ConfigError, match="--format: expected one of"):
             convert(Path(folder, "ckpt"), Path(folder, "other"), "fp8", model=Path(folder, "model"), form="nvfp4")
         assert not Path(folder, "other").exists()

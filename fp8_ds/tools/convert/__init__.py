@@ -22,6 +22,7 @@ from deepspeed.checkpoint import constants
 from torch import Tensor
 
 from fp8_ds.checkpoint import folders, fp8_folder, model_folder, serving
+from fp8_ds.checkpoint import verify as verification
 from fp8_ds.checkpoint.folders import GLOBAL_STATE, TENSORS
 from fp8_ds.checkpoint.saved_names import SavedNames
 from fp8_ds.checkpoint.state import CHECKPOINT_KEY, LEFT_OUT_KEY, master_of
@@ -82,6 +83,7 @@ def convert(
     model: Path | None = None,
     trust_pickle: bool = False,
     form: str | None = None,
+    verify: bool = False,
 ) -> dict[str, Any]:
     """Write the checkpoint in `source` into `out` as `target`.
 
@@ -95,6 +97,7 @@ def convert(
         model: for safetensors: a folder whose config and tokenizer files are copied beside the weights. "fp8" needs it.
         trust_pickle: whether files may hold more than data; then code of whoever wrote them is executed.
         form: for "fp8": "fp8-block" or "compressed-tensors"; None: the one that keeps the bytes of training.
+        verify: for "fp8": whether to load the result by transformers, as a whole on the CPU, and compare.
 
     Returns:
         What `--json` prints: kinds of `source` and `target`; `files`, names within `out`; `num_tensors` and `num_bytes`
@@ -104,7 +107,7 @@ def convert(
     Raises:
         ConfigError: `source` is none of these, `out` is not empty, or an option is of another target.
         CheckpointError: `source` is a save that did not end, is damaged (its manifest says so), holds more than data,
-            or has a pipe, a device or the like where a file belongs.
+            or has a pipe, a device or the like where a file belongs; or `verify` found a difference.
         UnsupportedError: there is no such conversion; it says what to do instead.
         OSError: a file cannot be read or written.
     """
@@ -123,6 +126,7 @@ def convert(
     for option, is_wrong, wanted in (
         ("--model", model is not None and target not in ("safetensors", "fp8"), "safetensors as the target"),
         ("--format", form is not None and target != "fp8", "fp8 as the target"),
+        ("--verify", verify and target != "fp8", "fp8 as the target"),
         ("--stage", stage is not None and target != "universal", "universal as the target"),
         ("--tag", tag is not None and kind != "deepspeed", "a DeepSpeed checkpoint"),
         ("--trust-pickle", trust_pickle and kind in ("safetensors", "fp8"), "files of torch.save"),
@@ -148,6 +152,8 @@ def convert(
                 raise ConfigError(f"--format: expected one of {', '.join(serving.FORMATS)}, got {form!r}. Name one.")
             names = SavedNames.of_folder(model)
             export = serving.export_of(*_state_of_save(source, tag, trust_pickle), form, names)
+            if verify:
+                verification.refuse_to_verify(export)
             tensors = export.tensors(_of_save(source, tag, trust_pickle, dtype=None))
             note = export.describe()
         elif kind == "fp8":
@@ -171,6 +177,8 @@ def convert(
                     shutil.copyfile(path, out / path.name)
 
         num_tensors, num_bytes = model_folder.write_tensors(tensors, out, write_beside)
+        if verify:
+            note = f"{note}; {verification.verify(out)}"
     return {
         "source": kind,
         "target": target,

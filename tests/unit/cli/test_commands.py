@@ -57,7 +57,7 @@ def test_the_options_of_every_command_are_those_of_the_page() -> None:
             *("--checkpointing", "--config", "--json", "--memory", "--micro-batch", "--seq", "--set", "--world"),
         ],
         "compare": ["--column", "--json", "--last", "--until"],
-        "convert": ["--format", "--json", "--model", "--stage", "--tag", "--to", "--trust-pickle"],
+        "convert": ["--format", "--json", "--model", "--stage", "--tag", "--to", "--trust-pickle", "--verify"],
     }
     assert sorted(option for p in commands.params for option in p.opts) == ["--json", "--version"]
     for name, options in found.items():
