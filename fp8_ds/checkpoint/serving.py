@@ -180,7 +180,7 @@ def export_of(
         names: names of tensors in the folder. None: those of training.
 
     Raises:
-        UnsupportedError: no linear is in FP8; or some are that are a Conv1D, frozen, or held in another way by the
+        UnsupportedError: no linear is in FP8 but Conv1D; or some are that are frozen, or held in another way by the
             model's files; or the model's files join weights.
     """
     config, plan, names = state["config"], Plan.from_state(state["plan"]), names or SavedNames()
@@ -194,16 +194,14 @@ def export_of(
     beside, listed = _beside_experts([name for name, _ in shaped]), [row.fqn for row in plan.layers]
     in_fp8 = {row.fqn for row in plan.layers if row.converted and row.fqn.rpartition(".")[2] not in _HEADS}
     in_fp8 -= {fqn for fqn in in_fp8 if fqn.rpartition(".")[0] in beside}
+    in_fp8 -= (conv1ds := _conv1ds(plan, known))
     in_fp8 -= _in_bf16(config, state.get("precision"), in_fp8)
     in_fp8 -= {fqn for group in _split_groups(in_fp8, listed) for fqn in group}
     rows = [row for row in plan.layers if row.fqn in in_fp8]
-    if odd := _not_written_yet(plan, {row.fqn for row in rows}, shapes):
-        raise UnsupportedError(
-            f"convert: expected a model of trained nn.Linear, got {odd}, whose export is not written yet. Convert to "
-            "safetensors, and quantise them for your server."
-        )
+    _refuse_parts_and_frozen(rows, shapes)
     if not rows:
-        raise UnsupportedError("convert: expected a linear in FP8 at the save, got none. Convert to safetensors.")
+        got = f"Conv1D alone ({min(conv1ds)}), which no form for servers holds" if conv1ds else "none"
+        raise UnsupportedError(f"convert: expected a linear in FP8 at the save, got {got}. Convert to safetensors.")
     matrices = {name: shape for row in rows for name, shape in _matrices(row, names).items()}
     linear, master = config["linear"], BY_NAME[master_of(config)]
     is_split = master.is_split
@@ -224,7 +222,7 @@ def _left_out(
     known: Mapping[str, Sequence[int]], others: Iterable[LayerPlan], in_fp8: Collection[str], beside: Collection[str]
 ) -> dict[str, Sequence[int]]:
     """Return the shapes of the weights in bf16 that servers look up: linears, experts, and what says which of these."""
-    found: dict[str, Sequence[int]] = {row.weight_name: row.shape for row in others}
+    found: dict[str, Sequence[int]] = {row.weight_name: known.get(row.weight_name, row.shape) for row in others}
     for name, shape in known.items():
         owner, _, last = name.rpartition(".")
         is_beside = last == "weight" and owner.rpartition(".")[0] in beside
@@ -266,15 +264,27 @@ def _beside_experts(names: Iterable[str]) -> set[str]:
     return {found.removesuffix(_EXPERTS) for name in names if (found := _experts_of(name))}
 
 
-def _not_written_yet(plan: Plan, in_fp8: Collection[str], shapes: Mapping[str, Any]) -> str:
-    """Name what of a model cannot be exported: what servers store in another way; empty if there is nothing."""
-    for row in plan.layers:
+def _conv1ds(plan: Plan, shapes: Mapping[str, Any]) -> set[str]:
+    """Return the layers whose weight is [in, out], as a Conv1D has it: in a model with such, square ones too.
+
+    compressed-tensors has no scales of a Conv1D, and vLLM turns its weight over and not the scales.
+    Source: compressed-tensors 0.20 (loaded by transformers 5.24), vllm 0.33 models/gpt2.py `load_weights`.
+    """
+    found = [(row, tuple(shapes.get(row.weight_name, ()))) for row in plan.layers if not row.num_experts]
+    turned = {row.fqn for row, shape in found if shape == row.shape[::-1]}
+    return turned if any(row.fqn in turned and shape != row.shape for row, shape in found) else set()
+
+
+def _refuse_parts_and_frozen(rows: Iterable[LayerPlan], shapes: Mapping[str, Any]) -> None:
+    for row in rows:
         shape = tuple(shapes.get(row.weight_name, ()))
-        if shape and shape != row.shape:
-            return f"a Conv1D or a part of a linear ({row.fqn}: {list(shape)} for {list(row.shape)})"
-        if not shape and row.fqn in in_fp8:
-            return f"frozen weights in FP8 ({row.fqn})"
-    return ""
+        if shape != row.shape:
+            odd = f"a part of a linear ({row.fqn}: {list(shape)} for {list(row.shape)})"
+            odd = odd if shape else f"frozen weights in FP8 ({row.fqn})"
+            raise UnsupportedError(
+                f"convert: expected a model of trained nn.Linear, got {odd}, whose export is not written yet. Convert "
+                "to safetensors, and quantise them for your server."
+            )
 
 
 def _holds(form: str, own: Granularity) -> bool:

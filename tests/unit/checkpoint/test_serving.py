@@ -57,7 +57,8 @@ def test_layers_that_are_in_bf16_for_what_they_are_stay_so(precision: dict[str, 
     [
         (state_of(experts=4), SHAPES, r"--model: .*experts\.gate_up_proj"),
         (state_of(), SHAPES | {"layers.0.mlp.experts.w": (4, 8, 8)}, r"--model: .*experts\.w"),
-        (state_of(), SHAPES | {"layers.0.mlp.up_proj.weight": (128, 384)}, r"a Conv1D .*up_proj: \[128, 384\]"),
+        (state_of(), SHAPES | {"layers.0.mlp.up_proj.weight": (192, 128)}, r"a part .*up_proj: \[192, 128\]"),
+        (state_of(), {name: shape[::-1] for name, shape in SHAPES.items()}, "Conv1D alone .*k_proj"),
         (state_of(), {name: SHAPES[name] for name in list(SHAPES)[1:]}, "frozen weights .*q_proj"),
         (state_of({"overrides": dict.fromkeys(LINEARS, "bf16")}), SHAPES, "expected a linear in FP8"),
     ],
@@ -65,6 +66,21 @@ def test_layers_that_are_in_bf16_for_what_they_are_stay_so(precision: dict[str, 
 def test_what_is_not_written_yet_is_refused(state: dict[str, Any], shapes: dict[str, Any], said: str) -> None:
     with pytest.raises(UnsupportedError, match=said):
         export_of(state, shapes, None)
+
+
+def test_a_conv1d_stays_bf16_with_square_weights_that_could_be_one_and_is_named() -> None:
+    state, shapes = state_of(), SHAPES | {"layers.0.mlp.up_proj.weight": (128, 384)}
+    rows = [*state["plan"]["layers"], ["layers.0.square", 128, 128, True, "eligible"]]
+    state["plan"]["layers"] = rows
+    shapes |= {"layers.0.square.weight": (128, 128)}
+    export = export_of(state, shapes, None)
+    left = {"layers.0.mlp.up_proj", "layers.0.mlp.gate_proj", "layers.0.square", "lm_head"}
+    assert set(export.others) == set(export.quantization_config()["ignore"]) == left
+    assert dict(export.tensors([("layers.0.mlp.up_proj.weight", torch.ones(128, 384))])).keys() == {
+        "layers.0.mlp.up_proj.weight"
+    }
+    shapes["layers.0.mlp.up_proj.weight"] = (384, 128)
+    assert set(export_of(state, shapes, None).others) == {"lm_head"}
 
 
 def test_masters_that_are_not_finite_are_refused_and_zeros_have_a_scale() -> None:
