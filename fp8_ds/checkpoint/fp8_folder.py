@@ -36,7 +36,7 @@ _PRESET = "FP8_DYNAMIC"
 """compressed-tensors' name for this group, which may have targets alone."""
 _OTHER_FP8 = tuple(getattr(torch, f"float8_{name}") for name in ("e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu"))
 _OF_SERVING = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale")
-"""Ends of names of scales of activations, which training makes for itself."""
+"""Ends of names of scales of activations, one number each, which training makes for itself."""
 
 
 @dataclass(frozen=True)
@@ -135,38 +135,41 @@ def value_readers(source: Path, stored: ServingFormat, dtype: torch.dtype) -> di
     Products are rounded to float32, and then to `dtype`: with scales that are powers of two both are exact. Scales of
     activations and of the KV cache are left out.
 
+    All scales are read and checked here, before any weight.
+
     Raises:
-        CheckpointError: a file is damaged or missing, an FP8 weight has no scale, a scale no FP8 weight, or (on
-            reading) it has another shape than the weight's, or a value that is no scale.
-        UnsupportedError: on reading, a tensor is in another FP8 format than E4M3, or not of two dimensions.
+        CheckpointError: a file is damaged or missing, an FP8 weight has no scale, a scale no FP8 weight, or it has
+            another shape than the weight's, or a value that is no scale.
+        UnsupportedError: a tensor is in another FP8 format than E4M3, or not of two dimensions.
     """
     files = TensorFiles(source)
     found: dict[str, Callable[[], Tensor]] = {}
     for name in files.names:
-        if name.endswith(_OF_SERVING):
+        dtype_here, (stem, _, last) = files.dtype(name), name.rpartition(".")
+        if name.endswith(_OF_SERVING) and files.shape(name) in ((), (1,)):
             continue
-        stem, _, last = name.rpartition(".")
-        if last != stored.scale:
-            found[name] = partial(_value, files, name, stored, dtype)
-        elif files.dtype(weight := f"{stem}.weight") != torch.float8_e4m3fn:
-            raise CheckpointError(
-                f"{files.path(name)}: expected {weight} in float8_e4m3fn beside {name}, got "
-                f"{files.dtype(weight) or 'none'}. Copy the model again."
+        if last == stored.scale:
+            if files.dtype(weight := f"{stem}.weight") != torch.float8_e4m3fn:
+                raise CheckpointError(
+                    f"{files.path(name)}: expected {weight} in float8_e4m3fn beside {name}, got "
+                    f"{files.dtype(weight) or 'none'}. Copy the model again."
+                )
+        elif dtype_here in _OTHER_FP8:
+            raise UnsupportedError(
+                f"{files.path(name)}: expected weights in float8_e4m3fn, got {name} in {dtype_here}. Take the "
+                "model's bf16 weights."
             )
+        elif dtype_here == torch.float8_e4m3fn:
+            _scale_of(files, name, stored)
+            found[name] = partial(_value, files, name, stored, dtype)
+        else:
+            found[name] = partial(files.read, name)
     return found
 
 
 def _value(files: TensorFiles, name: str, stored: ServingFormat, dtype: torch.dtype) -> Tensor:
-    tensor = files.read(name)
-    if tensor.dtype in _OTHER_FP8:
-        raise UnsupportedError(
-            f"{files.path(name)}: expected weights in float8_e4m3fn, got {name} in {tensor.dtype}. Take the "
-            "model's bf16 weights."
-        )
-    if tensor.dtype == torch.float8_e4m3fn:
-        scale = per_element(_scale_of(files, name, stored), tensor.shape)
-        tensor = tensor.float().mul_(scale).to(dtype)
-    return tensor
+    weight = files.read(name)
+    return weight.float().mul_(per_element(_scale_of(files, name, stored), weight.shape)).to(dtype)
 
 
 def _scale_of(files: TensorFiles, name: str, stored: ServingFormat) -> Tensor:

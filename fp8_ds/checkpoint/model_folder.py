@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +22,7 @@ from fp8_ds.errors import CheckpointError, ConfigError
 INDEX = "model.safetensors.index.json"
 _SHARD_BYTES = 5 * 10**9
 _WIDTH = 60
+_RELATIVE_IMPORT = re.compile(r"^\s*from\s+\.(\w+)", re.MULTILINE)
 
 
 class TensorFiles:
@@ -118,27 +120,33 @@ def write_tensors(
 
     `write_beside` is called before the files get their names: without the configuration FP8 weights would mean nothing.
 
-    After a kill on the way `out` has none, or an index of some that are missing.
+    After an error `out` has none of them; after a kill on the way none, or an index of some that are missing.
     """
     from safetensors.torch import save_file
 
     parts: list[Path] = []
     sizes: list[dict[str, int]] = []
-    for shard in _shards(tensors):
-        out.mkdir(parents=True, exist_ok=True)
-        parts.append(beside(out / f"shard-{len(parts)}", folders.INCOMPLETE))
-        with folders.as_file_errors(parts[-1]):
-            save_file(shard, parts[-1], metadata={"format": "pt"})
-        sizes.append({name: tensor.nbytes for name, tensor in shard.items()})
-    names, num_bytes = ["model.safetensors"], sum(sum(shard.values()) for shard in sizes)
-    if len(parts) > 1:
-        names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
-        weight_map = {name: file for file, shard in zip(names, sizes, strict=True) for name in shard}
-        index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
-        write_text(out / INDEX, json.dumps(index, indent=1, sort_keys=True))
-    write_beside()
-    for path, name in zip(parts, names, strict=True):
-        path.rename(out / name)
+    names: list[str] = []
+    try:
+        for shard in _shards(tensors):
+            out.mkdir(parents=True, exist_ok=True)
+            parts.append(beside(out / f"shard-{len(parts)}", folders.INCOMPLETE))
+            with folders.as_file_errors(parts[-1]):
+                save_file(shard, parts[-1], metadata={"format": "pt"})
+            sizes.append({name: tensor.nbytes for name, tensor in shard.items()})
+        names, num_bytes = ["model.safetensors"], sum(sum(shard.values()) for shard in sizes)
+        if len(parts) > 1:
+            names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
+            weight_map = {name: file for file, shard in zip(names, sizes, strict=True) for name in shard}
+            index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+            write_text(out / INDEX, json.dumps(index, indent=1, sort_keys=True))
+        write_beside()
+        for path, name in zip(parts, names, strict=True):
+            path.rename(out / name)
+    except Exception:
+        for path in (*parts, *(out / name for name in names), out / INDEX):
+            path.unlink(missing_ok=True)
+        raise
     return sum(map(len, sizes)), num_bytes
 
 
@@ -157,10 +165,32 @@ def _shards(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
 
 
 def configuration_files(model: Path) -> list[Path]:
-    """Return the configurations and tokenizer files in `model`: no weights, no index of weights."""
+    """Return the configurations and tokenizer files in `model`, and its own code: no weights, no index of weights.
+
+    The code are the files that `auto_map` in config.json names, and those that they import from beside them.
+    """
     if not (model / "config.json").is_file():
         raise ConfigError(f"--model: expected a folder with config.json, got {model}. Name the model's folder.")
     found = sorted(path for end in ("json", "model", "txt", "jinja") for path in model.glob(f"*.{end}"))
     files = [path for path in found if not path.name.endswith((".index.json", "trainer_state.json"))]
     refuse_special(files)
-    return files
+    return files + _code_files(model)
+
+
+def _code_files(model: Path) -> list[Path]:
+    try:
+        named = parse_json((model / "config.json").read_text())["auto_map"].values()
+    except (AttributeError, KeyError, TypeError, ValueError):  # none, or what is said where the file is needed
+        return []
+    texts = [text for value in named for text in (value if isinstance(value, list) else [value]) if text]
+    modules = [str(text).rpartition(".")[0] for text in texts]
+    found: dict[str, Path] = {}
+    while modules:
+        module = modules.pop()
+        path = model / f"{module}.py"
+        # Another repository's has "--" in its name.
+        if module not in found and re.fullmatch(r"\w+", module) and os.path.lexists(path):
+            refuse_special([path])
+            found[module] = path
+            modules += _RELATIVE_IMPORT.findall(path.read_text())
+    return sorted(found.values())

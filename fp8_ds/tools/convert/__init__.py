@@ -151,16 +151,18 @@ def convert(
             if form is not None and form not in serving.FORMATS:
                 raise ConfigError(f"--format: expected one of {', '.join(serving.FORMATS)}, got {form!r}. Name one.")
             names = SavedNames.of_folder(model)
-            export = serving.export_of(*_state_of_save(source, tag, trust_pickle), form, names)
+            save = _Save(source, tag, trust_pickle, has_own=True)
+            export = serving.export_of(save.own, save.shapes, form, names)
             if verify:
                 verification.refuse_to_verify(export)
-            tensors = export.tensors(_of_save(source, tag, trust_pickle, dtype=None))
+            tensors = export.tensors(save.tensors(dtype=None))
             note = export.describe()
         elif kind == "fp8":
             tensors = ((name, read()) for name, read in _readers(kind, source, torch.bfloat16).items())
         else:
+            is_universal = kind == "universal"
             tensors = (
-                _of_universal(source, trust_pickle) if kind == "universal" else _of_save(source, tag, trust_pickle)
+                _of_universal(source, trust_pickle) if is_universal else _Save(source, tag, trust_pickle).tensors()
             )
         given = None if export is None else export.quantization_config()
         changed = {
@@ -320,49 +322,70 @@ def _parameter_names(content: Any) -> Iterator[str]:
         yield from group if isinstance(group, Mapping) else ()
 
 
-def _state_of_save(source: Path, tag: str | None, trust_pickle: bool) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return our own state of a save, with scales of split masters on the CPU, and the shapes of what is trained."""
-    with _staged_save(source, tag, trust_pickle) as (staged, model, _):
-        state = model.get(CHECKPOINT_KEY)
-        if not state:
-            raise UnsupportedError(
-                "convert: expected a checkpoint of an engine with FP8, which says what was in FP8, got one without. "
-                "Convert to safetensors."
-            )
-        file = min(staged.glob(_MODEL_FILES))
-        if BY_NAME[master_of(state["config"])].is_split:
-            state = read_file(file, trust_pickle, "cpu")[CHECKPOINT_KEY]
-        return state, shapes_in(model, file)
+class _Save:
+    """A save of DeepSpeed's, with the names and values of its tensors, which are read on access.
+
+    Args:
+        source, tag, trust_pickle: as `convert` has them.
+        has_own: whether to read our own state, too.
+
+    Attributes:
+        own: our own state, with scales of split masters on the CPU; empty without `has_own`.
+        shapes: of the trainable parameters, by name.
+
+    Raises:
+        ConfigError, CheckpointError: as `_staged_save` does.
+        UnsupportedError: its weights are not all there, or not those of one whole model; or it has no state of ours.
+    """
+
+    def __init__(self, source: Path, tag: str | None, trust_pickle: bool, has_own: bool = False) -> None:
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        with _staged_save(source, tag, trust_pickle) as (staged, model, _):
+            _refuse_parts(staged, model)
+            file = min(staged.glob(_MODEL_FILES))
+            self.own = _own_state(model, file, trust_pickle) if has_own else {}
+            self.shapes = shapes_in(model, file) if has_own else {}
+            self._lazy = get_fp32_state_dict_from_zero_checkpoint(str(staged.parent), staged.name, lazy_mode=True)
+
+    def tensors(self, dtype: torch.dtype | None = torch.bfloat16) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors, floating ones in `dtype`; None: as DeepSpeed joins them."""
+        written: set[int] = set()
+        for name, lazy in self._lazy.items():
+            if id(lazy) not in written:  # of a tied weight one name is enough, as in save_pretrained
+                written.add(id(lazy))
+                tensor = lazy if isinstance(lazy, Tensor) else lazy.contiguous()
+                # Buffers may be integers.
+                yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
-def _of_save(
-    source: Path, tag: str | None, trust_pickle: bool, dtype: torch.dtype | None = torch.bfloat16
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a save, floating ones in `dtype`; None: as DeepSpeed joins them."""
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+def _refuse_parts(staged: Path, model: Mapping[str, Any]) -> None:
+    if any(staged.glob(_LAYER_FILES)):
+        raise UnsupportedError(
+            "convert: expected no pipeline stages, got a PipelineModule's, whose names are those of its stages. "
+            "Convert it to universal, or export with your own names."
+        )
+    if _num_parts(staged) > 1:
+        raise UnsupportedError(f"convert: expected one tensor-parallel rank, got several. {_WHOLE_REMEDY}")
+    if left_out := model.get(CHECKPOINT_KEY, {}).get(LEFT_OUT_KEY):
+        raise UnsupportedError(
+            f"convert: expected a checkpoint of all weights, got one without {len(left_out)} frozen ones, "
+            f"{left_out[0]} among them: it was saved with exclude_frozen_parameters, as transformers saves PEFT "
+            "models. Use the adapter's own files (adapter_model.safetensors), which Trainer writes beside it."
+        )
 
-    with _staged_save(source, tag, trust_pickle) as (staged, model, _):
-        if any(staged.glob(_LAYER_FILES)):
-            raise UnsupportedError(
-                "convert: expected no pipeline stages, got a PipelineModule's, whose names are those of its stages. "
-                "Convert it to universal, or export with your own names."
-            )
-        if _num_parts(staged) > 1:
-            raise UnsupportedError(f"convert: expected one tensor-parallel rank, got several. {_WHOLE_REMEDY}")
-        if left_out := model.get(CHECKPOINT_KEY, {}).get(LEFT_OUT_KEY):
-            raise UnsupportedError(
-                f"convert: expected a checkpoint of all weights, got one without {len(left_out)} frozen ones, "
-                f"{left_out[0]} among them: it was saved with exclude_frozen_parameters, as transformers saves PEFT "
-                "models. Use the adapter's own files (adapter_model.safetensors), which Trainer writes beside it."
-            )
-        state = get_fp32_state_dict_from_zero_checkpoint(str(staged.parent), staged.name, lazy_mode=True)
-    written: set[int] = set()
-    for name, lazy in state.items():
-        if id(lazy) not in written:  # of a tied weight one name is enough, as in save_pretrained
-            written.add(id(lazy))
-            tensor = lazy if isinstance(lazy, Tensor) else lazy.contiguous()
-            # Buffers may be integers.
-            yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+def _own_state(model: Mapping[str, Any], file: Path, trust_pickle: bool) -> Mapping[str, Any]:
+    state: Mapping[str, Any] | None = model.get(CHECKPOINT_KEY)
+    if not state:
+        raise UnsupportedError(
+            "convert: expected a checkpoint of an engine with FP8, which says what was in FP8, got one without. "
+            "Convert to safetensors."
+        )
+    if not BY_NAME[master_of(state["config"])].is_split:
+        return state
+    mapped = read_file(file, trust_pickle, "cpu", is_mapped=True)[CHECKPOINT_KEY]["scale_inv"]
+    return {**state, "scale_inv": {name: scale.clone() for name, scale in mapped.items()}}
 
 
 def _run_ds_to_universal(source: Path, tag: str | None, out: Path, trust_pickle: bool) -> None:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
+from zipfile import is_zipfile
 
 import deepspeed
 import torch
@@ -69,12 +70,16 @@ def refuse_damage(folder: Path, remedy: str) -> folders.Manifest | None:
     return manifest
 
 
-def read_file(path: Path, trust_pickle: bool, device: str = "meta") -> Any:
-    """Return what `torch.load` does. Raise a CheckpointError if it holds more than data, and is not trusted."""
+def read_file(path: Path, trust_pickle: bool, device: str = "meta", *, is_mapped: bool = False) -> Any:
+    """Return what `torch.load` does, `is_mapped`: with bytes of tensors read on access.
+
+    Raises:
+        CheckpointError: it holds more than data, and is not trusted.
+    """
     if trust_pickle:
-        return torch.load(path, map_location=device, weights_only=False)
+        return torch.load(path, map_location=device, weights_only=False, mmap=is_mapped and is_zipfile(path))
     try:
-        return read_data(path, device)
+        return read_data(path, device, is_mapped=is_mapped)
     except CheckpointError as error:
         raise CheckpointError(f"{error} To execute what a file names, add --trust-pickle.") from error
 

@@ -325,6 +325,31 @@ def test_a_conversion_that_was_killed_leaves_nothing_that_passes_for_a_model(
         convert(tmp_path / "out", tmp_path / "again", "universal", stage=2)
 
 
+@pytest.mark.parametrize("where", ["tensors", "beside", "rename"])
+def test_an_error_on_the_way_leaves_no_part_of_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def fail(*args: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from ((str(number), torch.ones(4)) for number in range(3))
+        if where == "tensors":
+            fail()
+
+    monkeypatch.setattr(model_folder, "_SHARD_BYTES", 16)
+    rename, named = Path.rename, []
+
+    def renamed(path: Path, target: Path) -> Path:
+        named.append(target)
+        return fail() if where == "rename" and len(named) == 3 else rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    with pytest.raises(OSError, match="No space left"):
+        model_folder.write_tensors(tensors(), tmp_path / "out", fail if where == "beside" else lambda: None)
+    assert not any((tmp_path / "out").iterdir())
+
+
 # --- what is no file, and names that lead elsewhere ---
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
+from fp8_ds.checkpoint import model_folder
 from fp8_ds.checkpoint.folders import TENSORS
 from fp8_ds.cli.app import app
 from fp8_ds.errors import CheckpointError, Fp8DsError, UnsupportedError
@@ -204,3 +205,41 @@ def test_what_cannot_be_read_is_refused_by_file_and_tensor_and_leaves_nothing(
     with pytest.raises(error, match=message):
         convert(source, tmp_path / "out", target, stage=2 if target == "universal" else None)
     assert not issubclass(error, Fp8DsError) or [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("scale", [None, nan_in(scales_of(2, 3)), scales_of(3, 2)], ids=["none", "nan", "shape"])
+def test_a_bad_scale_of_the_last_weight_is_found_before_the_first_file_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scale: Tensor | None
+) -> None:
+    monkeypatch.setattr(model_folder, "_SHARD_BYTES", 1)
+    last = {"z.weight": weight_of()} | ({} if scale is None else {"z.weight_scale_inv": scale})
+    source = write(tmp_path / "model", BLOCKS, model=TWO | last)
+    with pytest.raises(CheckpointError, match=r"z\.weight"):
+        convert(source, tmp_path / "out", "safetensors")
+    assert not (tmp_path / "out").exists()
+
+
+def test_only_single_numbers_are_scales_of_activations(tmp_path: Path) -> None:
+    kept = {"a.q_scale": torch.ones(4), "b.k_scale": torch.ones(1, 1)}
+    left = {"a.k_scale": torch.ones(()), "a.v_scale": torch.ones(1), "a.input_scale": torch.ones(1)}
+    convert(write(tmp_path / "model", BLOCKS, model=TWO | kept | left), tmp_path / "bf16", "safetensors")
+    assert load_file(tmp_path / "bf16" / "model.safetensors").keys() == {"a.weight", "norm.weight", *kept}
+
+
+def test_code_that_the_configuration_names_is_copied_with_what_it_imports_and_nothing_from_elsewhere(
+    tmp_path: Path,
+) -> None:
+    source = write(tmp_path / "model", BLOCKS, model=TWO)
+    maps = {"AutoConfig": "configuration_own.C", "AutoModel": ["modeling_own.M", None], "AutoX": "who/other--there.X"}
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"auto_map": maps | {"AutoY": "../outside.Y"}}))
+    for name in ("configuration_own", "layers", "unused", "there", "../outside"):
+        (source / f"{name}.py").write_text("raise SystemExit\n")
+    (source / "modeling_own.py").write_text("import torch\nfrom .layers import Layer\nfrom .gone import X\n")
+    convert(source, tmp_path / "bf16", "safetensors")
+    assert {path.name for path in (tmp_path / "bf16").glob("*.py")} == {
+        "configuration_own.py",
+        "modeling_own.py",
+        "layers.py",
+    }
+    assert (tmp_path / "bf16" / "modeling_own.py").read_bytes() == (source / "modeling_own.py").read_bytes()
