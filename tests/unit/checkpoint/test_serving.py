@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from fp8_ds.checkpoint.saved_names import SavedNames
 from fp8_ds.checkpoint.serving import export_of
 from fp8_ds.config import Fp8Config
 from fp8_ds.errors import CheckpointError, UnsupportedError
@@ -81,6 +82,40 @@ def test_a_conv1d_stays_bf16_with_square_weights_that_could_be_one_and_is_named(
     }
     shapes["layers.0.mlp.up_proj.weight"] = (384, 128)
     assert set(export_of(state, shapes, None).others) == {"lm_head"}
+
+
+def mixtral(**in_bf16: bool) -> Any:
+    """Export of a Mixtral of one layer that training has in FP8, but for what is named."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers.conversion_mapping")
+    sizes = {"vocab_size": 96, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
+    with torch.device("meta"):
+        config = transformers.MixtralConfig(**sizes, num_hidden_layers=1, num_key_value_heads=2, num_local_experts=2)
+        names = SavedNames(transformers.MixtralForCausalLM(config))
+    experts = "model.layers.0.mlp.experts"
+    rows = [
+        LayerPlan("model.layers.0.self_attn.o_proj", 128, 128, True, "eligible"),
+        LayerPlan(f"{experts}.gate_up_proj", 512, 128, not in_bf16.get("gate_up"), "", 2),
+        LayerPlan(f"{experts}.down_proj", 128, 256, not in_bf16.get("down"), "", 2),
+    ]
+    state = state_of(linear={"weight_scales": "power_of_two"}) | {"plan": Plan(tuple(rows)).to_state()}
+    return export_of(state, names.shapes, None, names)
+
+
+@pytest.mark.parametrize("left", [[], ["gate_up"], ["down"], ["gate_up", "down"]], ids=str)
+def test_experts_of_a_layer_are_in_fp8_all_or_none_and_the_router_never(left: list[str]) -> None:
+    experts = "model.layers.0.block_sparse_moe.experts"
+    matrices = {f"{experts}.{number}.{part}" for number in range(2) for part in ("w1", "w2", "w3")}
+    export = mixtral(**dict.fromkeys(left, True))
+    listed = set(export.quantization_config()["modules_to_not_convert"])
+    assert listed == {"model.layers.0.block_sparse_moe.gate"} | (matrices if left else set())
+    stacks = {f"model.layers.0.mlp.experts.{part}_proj" for part in ("gate_up", "down")}
+    assert set(export.others) == (stacks if left else set())
+    in_fp8 = {name.removesuffix(".weight") for name in export.matrices}
+    assert in_fp8 == {"model.layers.0.self_attn.o_proj"} | (set() if left else matrices)
+    master = torch.ones(2, 512, 128)
+    found = dict(export.tensors([("model.layers.0.mlp.experts.gate_up_proj", master)]))
+    assert len(found) == (4 if left else 8) and all(name.startswith(experts) for name in found)
 
 
 def test_masters_that_are_not_finite_are_refused_and_zeros_have_a_scale() -> None:
