@@ -60,6 +60,17 @@ class SavedNames:
             what = " ".join(str(error).split())[:_WIDTH]
             return cls(None, f"{folder} of which transformers makes no model ({type(error).__name__}: {what})")
 
+    @classmethod
+    def of_module(cls, module: Any) -> SavedNames:
+        """Read the class and configuration of a model of transformers; any other module has its own names."""
+        if not hasattr(module, "base_model_prefix"):
+            return cls(None, f"a {type(module).__name__}, which is no model of transformers")
+        try:
+            with torch.device("meta"):
+                return cls(type(module)(copy.deepcopy(module.config)))
+        except Exception as error:  # a class of the user's own, with other arguments
+            return cls(None, f"a {type(module).__name__}, which its configuration alone does not make ({error})")
+
     def is_kept(self, name: str) -> bool:
         """Whether the files hold the tensor in one piece, as it is."""
         return not any(_matched(transform, name) for transform in self._saves if hasattr(transform, "operations"))

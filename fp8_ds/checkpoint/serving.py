@@ -26,7 +26,7 @@ from fp8_ds.checkpoint.saved_names import SavedNames
 from fp8_ds.checkpoint.state import master_of
 from fp8_ds.config import ScheduleConfig
 from fp8_ds.config.schedule import PrecisionSchedule, saved_overrides
-from fp8_ds.errors import CheckpointError, UnsupportedError
+from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
 from fp8_ds.nn.linear.payload import Granularity, granularity_of, per_element
 from fp8_ds.nn.plan.plan import LayerPlan, Plan
 from fp8_ds.numerics.formats import E4M3
@@ -116,6 +116,20 @@ class Export:
             yield key, codes
             yield f"{key.removesuffix('weight')}{stored.scale}", scale_inv
 
+    def stored(self, name: str, codes: Tensor, scale_inv: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield what the folder holds of an FP8 weight whose form it keeps (`is_own`).
+
+        Args:
+            codes: float8_e4m3fn of the weight's shape, of training.
+            scale_inv: its grid of scales there, float32.
+        """
+        stored = FORMATS[self.form]
+        scale_inv = scale_inv.view(1, 1) if self.own.is_tensor else scale_inv
+        for key, part in self.names.saved(name, codes).items():
+            yield key, part
+            grid = stored.granularity.grid(part.shape)
+            yield f"{key.removesuffix('weight')}{stored.scale}", scale_inv.expand(grid).contiguous()
+
     def _scales(self, name: str, master: Tensor, stored: ServingFormat) -> tuple[Tensor, Tensor]:
         """Return (scale, scale_inv) for the weight `name`."""
         if self.is_own and self.master.is_split:
@@ -180,9 +194,12 @@ def export_of(
         names: names of tensors in the folder. None: those of training.
 
     Raises:
+        ConfigError: there is no such form.
         UnsupportedError: no linear is in FP8 but Conv1D; or some are that are frozen, or held in another way by the
             model's files; or the model's files join weights.
     """
+    if form is not None and form not in FORMATS:
+        raise ConfigError(f"form: expected one of {', '.join(FORMATS)}, got {form!r}. Name one.")
     config, plan, names = state["config"], Plan.from_state(state["plan"]), names or SavedNames()
     known = {**names.shapes, **shapes}
     shaped = [*known.items(), *((row.weight_name, row.shape) for row in plan.layers)]

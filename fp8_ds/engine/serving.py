@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fp8_ds.checkpoint import folders
 from fp8_ds.checkpoint.fp8_folder import CONFIG, with_quantization
 from fp8_ds.checkpoint.model_folder import configuration_files, write_tensors
+from fp8_ds.checkpoint.saved_names import SavedNames
 from fp8_ds.checkpoint.serving import Export, export_of
 from fp8_ds.checkpoint.state import save_state
 from fp8_ds.engine.compat.model import refuse_one_ranks_part
@@ -44,25 +45,25 @@ def export_of_engine(engine: Any, form: str | None, what: str) -> Export:
             "save_pretrained, merge them into the model (merge_and_unload), and export that."
         )
     shapes = {name: full_shape(p) for name, p in engine.module.named_parameters() if p.requires_grad}
-    return export_of(save_state(engine.fp8), shapes, form)
+    return export_of(save_state(engine.fp8), shapes, form, SavedNames.of_module(engine.module))
 
 
 def tensors_of(engine: Any, export: Export) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of `export` on the engine's device, one parameter gathered at a time; each tensor once."""
     for name, tensor in _named_tensors(engine.module):
         if not isinstance(tensor, nn.Parameter):
-            yield name, tensor.bfloat16() if tensor.is_floating_point() else tensor
+            yield from export.saved(name, tensor)
         elif hasattr(tensor, "_fp8") and name in export.layers and export.is_own:
             with full_codes(engine.optimizer, tensor) as codes:
                 if codes is not None:
                     yield from export.stored(name, codes, tensor._fp8.scale_inv)
                     continue
-            yield from export.tensors([(name, _master(tensor))])
+            yield from export.saved(name, _master(tensor))
         elif hasattr(tensor, "_fp8"):
-            yield from export.tensors([(name, _master(tensor))])
+            yield from export.saved(name, _master(tensor))
         else:
             with full_value(tensor) as value:
-                yield name, value.bfloat16() if value.is_floating_point() else value
+                yield from export.saved(name, value)
 
 
 def _master(weight: Any) -> Tensor:

@@ -52,6 +52,7 @@ def save(folder: str, family: str, stage: int, fp8: dict[str, Any]) -> dict[str,
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(f"{folder}/model")
     engine.save_checkpoint(f"{folder}/ckpt")
+    engine.save_fp8_pretrained(f"{folder}/live")
     training.destroy(engine)
     return found
 
@@ -97,6 +98,12 @@ def test_each_expert_has_the_bytes_of_training_and_loads_as_trained(
         f"{form}: 6 linears and weights of experts with the bytes that training computes with"
     )
     tensors = load_file(tmp_path / "out" / "model.safetensors")
+    live = load_file(tmp_path / "live" / "model.safetensors")
+    is_split = "optimizer" in fp8  # then other values than FP8 weights' are those that training computes with
+    assert live.keys() == tensors.keys()
+    for name, tensor in live.items():
+        in_fp8 = tensor.dtype == torch.float8_e4m3fn or "_scale" in name
+        assert torch.equal(tensor.view(torch.uint8), tensors[name].view(torch.uint8)) or (is_split and not in_fp8), name
     end = "weight_scale_inv" if form == "fp8-block" else "weight_scale"
     codes = per_expert(family, {name: trained["fp8"][name][0] for name in STACKS})
     scales = {
