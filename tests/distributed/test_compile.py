@@ -456,7 +456,8 @@ def outputs_of_the_mlp_that_are_kept(stage: int, checkpointing: bool) -> int:
     return len(kept)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
 @on_ranks(1)
 def test_a_graph_of_checkpointed_layers_keeps_no_output_of_a_linear(stage: int) -> None:
     """torch 2.11 takes outputs of autograd Functions, as FP8 linears and all linears of ZeRO-3 are, for others, and is
@@ -493,7 +494,7 @@ def test_logits_beside_a_compiled_loss_raise_in_a_backward_and_have_their_gradie
     training.destroy(engine)
 
 
-@on_ranks(2)
+@on_ranks(1)
 def test_capped_logits_of_zero_3_get_no_gradient_of_zeros_in_a_graph_and_have_their_own() -> None:
     """Gemma 2 caps what its head returns: the graph of the loss takes capped logits, and returns none."""
     pytest.importorskip("transformers")
@@ -512,8 +513,8 @@ def test_capped_logits_of_zero_3_get_no_gradient_of_zeros_in_a_graph_and_have_th
         if is_compiled:
             engine.compile(backend=look)
         found, own = [], engine.module._loss_function if hasattr(engine.module, "_loss_function") else None
-        for step in range(2):
-            output = engine(input_ids=tokens_of(engine, step), labels=tokens_of(engine, step))
+        for _ in range(2):
+            output = engine(input_ids=tokens_of(engine, 0), labels=tokens_of(engine, 0))
             engine.backward(output.loss + 0.1 * output.logits.float().square().mean())
             engine.step()
             found += [output.loss.item(), float(engine.get_global_grad_norm())]
