@@ -150,7 +150,7 @@ def wrong_entries(
     names = {row.weight_name for row in plan.layers if row.converted}
     shapes: dict[tuple[Any, ...], tuple[int, ...]] = {}
     if granularity == TENSOR:
-        shapes = {("scale_inv", name): () for name in names}
+        shapes = {("scale_inv", name): () for name in names - context.frozen.keys()}  # one may have come in FP8
     elif with_optimizer and not of_other_shards:  # frozen ones have one scale where masters were split at the start
         here = {name: context.weights[name] for name in names & context.trainable.keys()}
         shapes = {("scale_inv", name): granularity.grid(getattr(p, "ds_shape", p.shape)) for name, p in here.items()}
@@ -160,7 +160,9 @@ def wrong_entries(
     saved = state["scale_inv"]
     found = [f"{_at('scale_inv')} lacks {name}" for name in sorted(names - saved.keys())]
     found += [f"{_at('scale_inv', name)} is of no weight that is in FP8 by its plan" for name in saved.keys() - names]
-    for key in ("scale_inv", "history", "release", BOUND_SUMS_KEY):
+    own = context.weights.keys() - context.quantized.keys()  # with scales of their folder, which no load changes
+    found += _wrong_numbers({name: value for name, value in saved.items() if name not in own}, shapes, "scale_inv")
+    for key in ("history", "release", BOUND_SUMS_KEY):
         found += _wrong_numbers(state.get(key) or {}, shapes, key)
     for name, value in (state.get("precision") or {}).get("overrides", {}).items():
         if value not in ("bf16", "fp8"):

@@ -15,12 +15,13 @@ from fp8_ds.attention.packages import CUDNN_REMEDY, older_cudnn, prefers_cudnn
 from fp8_ds.config import Fp8Config, LinearConfig
 from fp8_ds.config.ds_config import linear_in_training
 from fp8_ds.engine.compat.model import AUTOTP_PIPELINE, AUTOTP_STAGE_3, capabilities, refuse_device
+from fp8_ds.engine.folder_model import take_over
 from fp8_ds.engine.liger_loss import prepare_liger_loss
 from fp8_ds.engine.presets import config_of_engine, describe
 from fp8_ds.engine.ranks import say
 from fp8_ds.errors import ConfigError
 from fp8_ds.nn.fused.search import fuse_producers
-from fp8_ds.nn.plan.convert import apply_plan, revert
+from fp8_ds.nn.plan.convert import apply_plan, fp8_layers, revert
 from fp8_ds.nn.plan.plan import ForeignLinears, Plan, make_plan
 from fp8_ds.tp.autotp import autotp_linears, set_gathers
 from fp8_ds.tp.group import device_of
@@ -71,6 +72,9 @@ def convert(engine: Any) -> Fp8Context | None:
         configure_tensor_parallel(module, config.tensor_parallel, config.linear.recipe)
     history = apply_plan(module, plan, config.linear, device, foreign) if plan.num_converted else None
     weights = {row.weight_name: module.get_parameter(row.weight_name) for row in plan.layers if row.converted}
+    for recipe in {layer.fp8_recipe.name for layer in fp8_layers(module).values() if layer.fp8_recipe.is_stored}:
+        refuse_device(recipe, config.linear.backend, *capabilities(device))
+    stored = take_over(module, weights.keys(), torch.bfloat16)
     check_overflow = bool(getattr(engine._config.bfloat16_config, "check_grad_overflow", True))
     if config.preset is not None:
         say(describe(config))
@@ -78,7 +82,7 @@ def convert(engine: Any) -> Fp8Context | None:
     if is_autotp:
         say(set_gathers(module, config.tensor_parallel))
     _surround(engine, config)
-    return Fp8Context(config, plan, weights, history, check_overflow=check_overflow)
+    return Fp8Context(config, plan, weights, history, check_overflow=check_overflow, stored=stored)
 
 
 def _cast_trainable(module: nn.Module) -> None:

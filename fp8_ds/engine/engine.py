@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8_ds.engine import attention_masks, compiling, conversion, deepspeed_fixes, leaf_modules, zero_optimizer
 from fp8_ds.engine.checkpoints import BeforeStateDict, Fp8Checkpoints
+from fp8_ds.engine.folder_model import as_bytes, drop_scales
 from fp8_ds.engine.precision import Request
 from fp8_ds.engine.rank_agreement import refuse_other_order
 from fp8_ds.engine.ranks import say
@@ -39,7 +40,8 @@ class Fp8Engine(Fp8Checkpoints):
     def _configure_distributed_model(self: Any, model: Any) -> None:
         """Convert the model's linears in place, after DeepSpeed has cast, moved and broadcast it."""
         conversion.refuse_autotp(self, model)
-        super()._configure_distributed_model(model)  # type: ignore[misc]
+        with as_bytes(model):
+            super()._configure_distributed_model(model)  # type: ignore[misc]
         self.fp8 = conversion.convert(self)
         if self.fp8 is not None:
             self._fp8_state_dict_hook = self.module.register_state_dict_pre_hook(BeforeStateDict(self))
@@ -55,6 +57,7 @@ class Fp8Engine(Fp8Checkpoints):
         build = super()._configure_zero_optimizer  # type: ignore[misc]
         if self.fp8 is None:
             return build(optimizer)
+        drop_scales(optimizer, self.fp8.stored.values())
         refuse_other_order(optimizer.param_groups, self.param_names, self.seq_data_parallel_group)
         conversion.leave_unoptimized(self.module, self.fp8, optimizer)
         if zero_optimizer.has_no_purpose(self):

@@ -132,6 +132,7 @@ def _accept(fp8: Fp8Config, config: dict[str, Any], arguments: Mapping[str, Any]
 
     from fp8_ds.config.ds_config import has_optimizer
     from fp8_ds.engine.compat.config import refuse_start
+    from fp8_ds.engine.folder_model import make_plain
     from fp8_ds.engine.rank_agreement import own_rank, start_of_rank
 
     model, mpu = arguments.get("model"), arguments.get("mpu")
@@ -141,6 +142,7 @@ def _accept(fp8: Fp8Config, config: dict[str, Any], arguments: Mapping[str, Any]
         refuse_start(fp8, config, device, own_rank())
         if model is not None:  # else DeepSpeed says so
             _refuse_model(fp8, config, model, mpu, device)
+            make_plain(model)
     # Without an optimizer: as it is, whatever stage and model. TRL has reference models in stage 0 beside stage 1 or 2.
     apply_patches()
     return start_of_rank(fp8, config, model, mpu, trains=trains)
@@ -155,11 +157,13 @@ def _refuse_model(fp8: Fp8Config, config: dict[str, Any], model: Any, mpu: Any, 
         refuse_model,
         refuse_mpu,
         refuse_second_sharding,
+        refuse_stored,
         refuse_wrapped,
     )
     from fp8_ds.engine.liger_loss import check_chunks
 
     refuse_model(model, fp8.linear)
+    refuse_stored(model, config, is_split=fp8.optimizer.states == "fp8")
     refuse_wrapped(model, zero_stage(config))
     refuse_second_sharding(model, config)
     refuse_added_parameters(model)

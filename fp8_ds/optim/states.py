@@ -158,6 +158,14 @@ def absorb_flat(flat: Flat, key: str | None, value: Tensor, scale_inv: Tensor | 
             write_dense(piece.shard, key, value.narrow(0, piece.offset, piece.shard.numel), scale_inv)
 
 
+@torch.no_grad()
+def is_exact(shard: AdamShard, value: Tensor, scales: PredictedScales) -> bool:
+    """Whether the master of an FP8 shard is `value` (bf16 [shard.numel]). Waits for the device."""
+    master = torch.empty(shard.numel, dtype=torch.float32, device=shard.hi.device)
+    read_dense(shard, None, master, scales.scale_inv)
+    return torch.equal(master, value.to(master))
+
+
 _BF16_DROPS = 16
 """Number of float32's bits below bf16's last one."""
 _STEP = 0
@@ -165,7 +173,7 @@ _STEP = 0
 
 
 def encode_first(
-    value: Tensor, fmt: MasterFormat, scale_inv: Tensor, amax: Tensor, seed: int, param_id: int, start: int
+    value: Tensor, fmt: MasterFormat, scale_inv: Tensor, amax: Tensor, seed: int | None, param_id: int, start: int
 ) -> tuple[Tensor, Tensor]:
     """Return (hi, lo) of `value` with noise below half a bf16 step; without noise where its bf16 would differ.
 
@@ -173,7 +181,10 @@ def encode_first(
         value: bf16 [numel], elements from `start` on of parameter `param_id`.
         fmt: an FP8 format.
         scale_inv, amax: float32, 0-dim, of the whole parameter. No master exceeds amax.
+        seed: of the noise; None: there is none, for values that came in FP8.
     """
+    if seed is None:
+        return encode(value.float(), fmt, scale_inv)
     bits = _BF16_DROPS - fmt.drop_bits
     half = 1 << (bits - 1)
     plain = value.float()
@@ -190,8 +201,8 @@ def encode_first(
 
 
 @torch.no_grad()
-def write_first(shard: AdamShard, value: Tensor, scales: PredictedScales, seed: int) -> None:
-    """Make `value` (bf16 [shard.numel]) the master of an FP8 shard."""
+def write_first(shard: AdamShard, value: Tensor, scales: PredictedScales, seed: int | None) -> None:
+    """Make `value` (bf16 [shard.numel]) the master of an FP8 shard. `seed`: see `encode_first`."""
     assert shard.lo is not None
     scale_inv, amax = scales.scale_inv[shard.scale_index], scales.amax[shard.scale_index]
     for first, count, padded, _ in chunks(shard):
@@ -203,9 +214,18 @@ def write_first(shard: AdamShard, value: Tensor, scales: PredictedScales, seed: 
 
 @torch.no_grad()
 def write_first_codes(
-    codes: Tensor, value: Tensor, fmt: MasterFormat, scales: PredictedScales, index: int, seed: int, param_id: int
+    codes: Tensor,
+    value: Tensor,
+    fmt: MasterFormat,
+    scales: PredictedScales,
+    index: int,
+    seed: int | None,
+    param_id: int,
 ) -> None:
-    """Write the high parts of the first masters of a whole weight, `value` (bf16 [numel]), to `codes` (uint8)."""
+    """Write the high parts of the first masters of a whole weight, `value` (bf16 [numel]), to `codes` (uint8).
+
+    `seed`: see `encode_first`.
+    """
     for start in range(0, value.numel(), CHUNK):
         piece = value[start : start + CHUNK]
         numbers = scales.scale_inv[index], scales.amax[index], seed, param_id, start

@@ -31,17 +31,24 @@ class ShardedWeight:
         is_trainable: whether it has a master. A user may have frozen it since.
         index: entry in the scale vectors.
         in_bf16: whether the layer computes in bf16: DeepSpeed then gathers the weight from `ds_tensor`, and frees it.
+        is_stored: whether it is a StoredWeight (zero/stored_weight.py).
     """
 
+    is_stored = False
+
     def __init__(self, name: str, param: Any, index: int, quantizer: WeightQuantizer) -> None:
-        self.param = param
         self.index = index
+        self._attach(name, param, quantizer.scale[index], quantizer.scale_inv[index])
+
+    def _attach(self, name: str, param: Any, scale: Tensor, scale_inv: Tensor) -> None:
+        """Make `param` an Fp8Parameter with these scales."""
+        self.param = param
         self.shard = self.source = torch.empty(0, dtype=torch.float32)
         self.is_trainable: bool = param.requires_grad
         self.in_bf16 = False
         self.has_made_bf16 = False
         device = param.ds_tensor.device
-        self.payload = Fp8Payload(name, quantizer.scale[index], quantizer.scale_inv[index], param.dtype, device)
+        self.payload = Fp8Payload(name, scale, scale_inv, param.dtype, device)
         self._nominal = self.payload.nominal(param.ds_shape)
         self._nothing = torch.empty(0, dtype=param.dtype, device=device)
         param._fp8 = self.payload
@@ -299,6 +306,13 @@ class Fp8Shards:
         As in DeepSpeed, masters stay: the written value holds until the next optimizer step. Elements that were not
         changed are quantised from the master, so that gathering for reading alone changes no bit.
         """
+        stored: list[Any] = [weight for weight in weights if weight.is_stored]
+        for weight in stored:
+            weight.absorb(self.quantizer.group)
+        weights = [weight for weight in weights if not weight.is_stored]
+        if not weights:
+            self.mark_ready()
+            return
         values = []
         for weight in weights:
             bf16 = weight.param.ds_tensor.data[: weight.num_real]

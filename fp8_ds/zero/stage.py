@@ -18,6 +18,7 @@ from torch import nn
 from fp8_ds.comm.collectives import ByteCounter
 from fp8_ds.config import Fp8Config
 from fp8_ds.nn.linear.payload import Granularity, granularity_of
+from fp8_ds.nn.linear.stored import StoredScales
 from fp8_ds.nn.plan.plan import Plan
 from fp8_ds.numerics.scale import AmaxHistory
 
@@ -39,6 +40,8 @@ class Fp8Context:
         release: updates weights during the backward; None without gradient release.
         precision: which layers compute in bf16; None until the engine is built.
         started_with: the configuration before a checkpoint has changed it; None if none has.
+        stored: scales of weights that came in FP8, by id of the Parameter, in FP8 or not. The data of frozen weights in
+            FP8 are their bytes, in uint8, until `fp8_init`; bf16 of the others.
     """
 
     config: Fp8Config
@@ -50,6 +53,7 @@ class Fp8Context:
     release: ReleaseUpdater | None = None
     precision: LayerPrecision | None = None
     started_with: Fp8Config | None = None
+    stored: dict[int, StoredScales] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._trainable = frozenset(name for name, p in self.weights.items() if p.requires_grad)
@@ -67,6 +71,12 @@ class Fp8Context:
     @property
     def frozen(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.weights.items() if name not in self._trainable}
+
+    @property
+    def quantized(self) -> dict[str, nn.Parameter]:
+        """Weights that this engine quantises: not the frozen ones that came in FP8."""
+        frozen = self.frozen
+        return {name: p for name, p in self.weights.items() if name not in frozen or id(p) not in self.stored}
 
 
 def split_lp_params(optimizer: Any, include: Any, device: Any) -> tuple[Any, bool, Any]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.nn.linear.parameter import point_at_bf16, retype
 from fp8_ds.nn.linear.payload import Fp8Payload, Granularity
+from fp8_ds.nn.linear.stored import StoredScales
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.zero.access12 import Fp8AccessStage12, Written, write_through
 from fp8_ds.zero.compact_buffer import CompactBuffer
@@ -62,7 +63,8 @@ class Fp8ZeroStage12(Fp8AccessStage12):
         for i in range(len(self.bit16_groups)):
             first += self._fp8_init_group(i, names, first)
         for name, p in context.frozen.items():
-            _freeze(name, p, context.granularity)
+            _freeze(name, p, context.granularity, context.stored.get(id(p)))
+        self._fp8_restore_stored()
         self._fp8_set_shards()
         self._fp8_refresh(is_step=False)
         self._fp8_is_direct = self._fp8_takes_gradients and self._fp8_has_one_rank()
@@ -149,6 +151,16 @@ class Fp8ZeroStage12(Fp8AccessStage12):
         self._fp8_kinds.append(fp8)
         self._hp_kinds.append(hp)
         return len(weights)
+
+    @torch.no_grad()
+    def _fp8_restore_stored(self: Any) -> None:
+        """Make masters of weights that came in FP8 their codes times scales, which bf16 has rounded on the way."""
+        for i, kinds in enumerate(zip(self._fp8_kinds, self._hp_kinds, strict=True)):
+            master = self.single_partition_of_fp32_groups[i].detach()
+            for p, f in ((kind.params[f.index], f) for kind in kinds for f in kind.own):
+                stored = self._fp8.stored.get(id(p))
+                if stored is not None:
+                    stored.restore_(master.narrow(0, f.partition_start, f.numel), f.tensor_start)
 
     def _fp8_make_kind(
         self: Any, i: int, chosen: Sequence[bool], dtype: torch.dtype, device: torch.device
@@ -339,14 +351,25 @@ def _flat_offsets(optimizer: Any, i: int) -> list[int]:
     return starts
 
 
-def _freeze(name: str, p: Any, granularity: Granularity) -> None:
-    """Store a frozen weight in FP8. Every rank has all of it, so there is no collective and no owner."""
-    scale, scale_inv = granularity.scales(granularity.amax(p.data.reshape(-1), p.shape))
-    payload = Fp8Payload(name, scale, scale_inv, p.dtype, p.device)
-    payload.data = payload.quantize(p.data)
+def _freeze(name: str, p: Any, granularity: Granularity, stored: StoredScales | None) -> None:
+    """Store a frozen weight in FP8. Every rank has all of it, so there is no collective and no owner.
+
+    Args:
+        stored: scales of a weight that came in FP8 and whose data are its bytes; None: it is quantised.
+    """
+    if stored is None:
+        scale, scale_inv = granularity.scales(granularity.amax(p.data.reshape(-1), p.shape))
+        payload = Fp8Payload(name, scale, scale_inv, p.dtype, p.device)
+        payload.data = payload.quantize(p.data)
+    else:
+        scale, scale_inv, granularity = stored.scale, stored.scale_inv, stored.granularity
+        payload = Fp8Payload(name, scale, scale_inv, torch.bfloat16, p.device)
+        payload.data = p.data.view(E4M3.torch_dtype)
 
     @torch.no_grad()
     def write(value: Tensor) -> None:
+        if stored is not None and torch.equal(value.to(payload.dtype), payload.dequantize()):
+            return  # a checkpoint has what a reader was given, whose scales would be others
         new_scale, new_scale_inv = granularity.scales(granularity.amax(value.reshape(-1), value.shape))
         scale.copy_(new_scale)
         scale_inv.copy_(new_scale_inv)

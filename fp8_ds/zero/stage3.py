@@ -19,8 +19,9 @@ from fp8_ds.errors import UnsupportedError
 from fp8_ds.nn.linear.parameter import Fp8Parameter
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.zero.param_hooks import ZeroParamHooks
-from fp8_ds.zero.sharded import Fp8Shards, InFlight, ShardedWeight, newer
+from fp8_ds.zero.sharded import Fp8Shards, InFlight, ShardedWeight, newer, num_real, start_of
 from fp8_ds.zero.stage import Fp8Context, offload_weights, reload_weights, split_lp_params
+from fp8_ds.zero.stored_weight import StoredWeight
 from fp8_ds.zero.weights import Part, WeightQuantizer, aligned_starts
 
 _ALIGNMENT = 16
@@ -47,8 +48,13 @@ class Fp8ZeroStage3:
         quantizer = self._fp8_make_quantizer(context, device)
         self._fp8_shards = shards = self._fp8_shards_class(quantizer, context.counter, InFlight(self.module))
         shards.persistent = self.persistent_parameters
-        for index, (name, p) in enumerate(context.weights.items()):
-            shards.add(self._fp8_weight_class(name, p, index, quantizer))
+        index_of = {name: index for index, name in enumerate(context.quantized)}
+        for name, p in context.weights.items():
+            if name in index_of:
+                shards.add(self._fp8_weight_class(name, p, index_of[name], quantizer))
+            else:
+                shards.add(StoredWeight(name, p, context.stored[id(p)]))
+        self._fp8_restore_stored()
         self._fp8_fill(device)
         self._fp8_set_sources()
         self._fp8_masters = self.fp32_partitioned_groups_flat
@@ -57,9 +63,17 @@ class Fp8ZeroStage3:
 
     def _fp8_make_quantizer(self: Any, context: Fp8Context, device: torch.device) -> Any:
         """Make the holder of the scale vectors. This and the next are overridden for split masters."""
-        shapes = [p.ds_shape for p in context.weights.values()]  # type: ignore[attr-defined]
+        shapes = [p.ds_shape for p in context.quantized.values()]  # type: ignore[attr-defined]
         granularity = context.granularity
         return WeightQuantizer(self.dp_process_group, shapes, granularity, device, context.history, context.counter)
+
+    @torch.no_grad()
+    def _fp8_restore_stored(self: Any) -> None:
+        """Make masters of weights that came in FP8 their codes times scales, which bf16 has rounded on the way."""
+        for p in (p for group in self.fp16_groups for p in group if id(p) in self._fp8.stored):
+            group, offset = self._fp8_places[id(p)]
+            master = self.fp32_partitioned_groups_flat[group].detach().narrow(0, offset, num_real(p))
+            self._fp8.stored[id(p)].restore_(master, start_of(p))
 
     def _fp8_fill(self: Any, device: torch.device) -> None:
         self._fp8_drop_flat(remake=True)  # before the FP8 bytes exist: initialize holds no more than DeepSpeed's own
@@ -73,10 +87,12 @@ class Fp8ZeroStage3:
         self._fp8_flat = torch.zeros(starts[-1], dtype=E4M3.dtype, device=device)
         for weight, start, size in zip(weights, starts, sizes, strict=False):
             weight.shard = self._fp8_flat.narrow(0, start, size)
+            if isinstance(weight, StoredWeight):
+                weight.fill()
 
     def _fp8_set_sources(self: Any) -> None:
         """Point every weight at its master elements (again, after an offload or reload has moved them)."""
-        weights = self._fp8_shards.weights
+        weights = [weight for weight in self._fp8_shards.weights if not weight.is_stored]
         for weight in weights:
             if weight.is_trainable:
                 group, offset = self._fp8_places[id(weight.param)]
@@ -242,23 +258,25 @@ class Fp8ZeroStage3:
 
     @contextmanager
     def fp8_export(self: Any, wanted: bool) -> Iterator[None]:
-        """Give weights that a user has frozen bf16 shards inside the block: DeepSpeed's checkpoints hold them in the
+        """Give frozen weights that have none bf16 shards inside the block: DeepSpeed's checkpoints hold them in the
         place of masters. Its exports of ZeRO-3 gather bf16 of the masters by themselves."""
-        with self._fp8_shards.bf16_shards(self._fp8_frozen_since()):
+        with self._fp8_shards.bf16_shards(self._fp8_without_bf16()):
             yield
 
     @contextmanager
     def fp8_load(self: Any) -> Iterator[None]:
-        """Let DeepSpeed write bf16 shards of weights that a user has frozen, inside the block. Collective."""
-        frozen = self._fp8_frozen_since()
+        """Let DeepSpeed write bf16 shards of frozen weights that have none, inside the block. Collective."""
+        frozen = self._fp8_without_bf16()
         with self._fp8_shards.bf16_shards(frozen, keep_written=True):
             yield
             if frozen:
                 self._fp8_shards.absorb(frozen)
 
-    def _fp8_frozen_since(self: Any) -> list[ShardedWeight]:
-        """Return the FP8 weights with masters that a user has frozen in the middle of the run; equal on all ranks."""
-        return [w for w in self._fp8_shards.weights if w.is_trainable and not w.param.requires_grad]
+    def _fp8_without_bf16(self: Any) -> list[ShardedWeight]:
+        """Return the frozen FP8 weights without a bf16 shard: those with masters, which a user has frozen in the middle
+        of the run, and those that came in FP8. Equal on all ranks."""
+        frozen = (weight for weight in self._fp8_shards.weights if not weight.param.requires_grad)
+        return [weight for weight in frozen if weight.is_trainable or weight.is_stored]
 
     def fp8_resident_bytes(self: Any) -> dict[str, int]:
         """Return this rank's bytes outside a forward or backward: FP8 shards, bf16 shards, persistent weights."""

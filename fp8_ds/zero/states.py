@@ -18,12 +18,15 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from fp8_ds.comm.collectives import max_reduce
 from fp8_ds.comm.layout import OUTSTANDING_UPDATE_BYTES
+from fp8_ds.errors import UnsupportedError
 from fp8_ds.numerics.masters import BY_NAME, MasterFormat
 from fp8_ds.numerics.predicted import PredictedScales
+from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.ops.squares import SumOfSquares
 from fp8_ds.optim.adamw import Fp8AdamW
-from fp8_ds.optim.states import Flat, absorb_flat, dense_flat
+from fp8_ds.optim.states import Flat, absorb_flat, dense_flat, is_exact, write_first
 from fp8_ds.zero.norm import HyperparameterCheck, OverflowFlag
 from fp8_ds.zero.stage import Fp8Context, offload_adam, reload_adam
 from fp8_ds.zero.weights import SplitQuantizer, reduced_amaxes, virtual_flat
@@ -45,6 +48,7 @@ class Fp8States:
         self._fp8_format: MasterFormat = BY_NAME[context.config.optimizer.master_format]
         self.fp8_flag = OverflowFlag()
         self._fp8_squares = SumOfSquares()
+        self._fp8_inexact: list[str] = []
         super().fp8_init(context)  # type: ignore[misc]
 
     def _fp8_make_scales(self: Any, names: list[str], values: list[Tensor], device: torch.device) -> SplitQuantizer:
@@ -53,7 +57,36 @@ class Fp8States:
         num_extra = 0 if self._fp8.history is None else self._fp8.history.amax_local.numel()
         scales = PredictedScales(len(names), device, self.dp_process_group, num_extra)
         scales.set(reduced_amaxes(scales.num, list(enumerate(values)), self.dp_process_group, device))
+        self._fp8_scales: PredictedScales = scales
         return SplitQuantizer(scales, self._fp8_format)
+
+    def _fp8_restore_stored(self: Any) -> None:
+        """Do nothing: masters of weights that came in FP8 are encoded without noise, by `_fp8_write_first`."""
+
+    def _fp8_write_first(self: Any, p: Any, shard: AdamShard, value: Tensor) -> None:
+        """Encode the master of an FP8 shard of `p` from `value`, bf16 [shard.numel]."""
+        is_stored, scales = id(p) in self._fp8.stored, self._fp8_scales
+        write_first(shard, value, scales, None if is_stored else self.optimizer.seed)
+        if is_stored and not is_exact(shard, value, scales):
+            self._fp8_inexact.append(shard.name)
+
+    def _fp8_check_stored(self: Any) -> None:
+        """Refuse masters of weights that came in FP8 and have been rounded. Collective if there are such weights.
+
+        Raises:
+            UnsupportedError: on all ranks, if one has such a master.
+        """
+        if not self._fp8.stored:
+            return
+        found = torch.tensor([float(len(self._fp8_inexact))], dtype=torch.float32, device=self._fp8_scales.amax.device)
+        max_reduce(self.dp_process_group, found)
+        if bool(found):
+            names = ", ".join(self._fp8_inexact[:3]) or "those of other ranks"
+            raise UnsupportedError(
+                f"fp8.optimizer.master: expected a format for values of such different sizes as in {names}, which came "
+                f'in FP8, got "{self._fp8_format.name}", which rounds the smallest. Set "optimizer": {{"states": '
+                '"fp32"}.'
+            )
 
     @functools.cached_property
     def _fp8_alike(self: Any) -> HyperparameterCheck:

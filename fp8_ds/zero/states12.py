@@ -26,7 +26,6 @@ from fp8_ds.optim.states import (
     allocate_lo,
     read_dense,
     write_dense,
-    write_first,
     write_first_codes,
 )
 from fp8_ds.optim.user_writes import overwrite, write_low
@@ -63,6 +62,7 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         super().fp8_init(context)
         self._fp8_manage()
         self._fp8_link()
+        self._fp8_check_stored()
 
     def _fp8_make_quantizer(self: Any, context: Fp8Context, device: torch.device) -> Any:
         weights = self._fp8_flat_order(context)
@@ -85,15 +85,18 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         scales, seed = self._fp8_quantizer.scales, self.optimizer.seed
         for index, slot in enumerate(fp8.layout.slots):
             source, codes = flat.narrow(0, slot.flat_start, slot.numel), fp8.view(index).view(torch.uint8).view(-1)
-            number = weight_id(self._fp8_names[id(fp8.params[index])])
-            write_first_codes(codes, source, self._fp8_format, scales, first + index, seed, number)
+            p = fp8.params[index]
+            own_seed = None if id(p) in self._fp8.stored else seed
+            number = weight_id(self._fp8_names[id(p)])
+            write_first_codes(codes, source, self._fp8_format, scales, first + index, own_seed, number)
         pieces = self._fp8_pieces(i, fp8, hp, first)
         start = dist.get_rank(self.real_dp_process_group[i]) * int(self.partition_size[i])
         for piece in pieces:
             shard = piece.shard
             allocate_lo(shard, shard.hi.device)
             if shard.fmt.is_fp8:
-                write_first(shard, flat.narrow(0, start + piece.offset, shard.numel), scales, seed)
+                p = fp8.params[shard.scale_index - first]
+                self._fp8_write_first(p, shard, flat.narrow(0, start + piece.offset, shard.numel))
         self._fp8_flats.append(Flat(i, int(self.partition_size[i]), pieces))
         virtual = virtual_flat(int(self.partition_size[i]), flat.device)
         self.single_partition_of_fp32_groups[i] = virtual

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.numerics.masters import BF16_8
-from fp8_ds.numerics.predicted import PredictedScales
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.adamw import weight_id
 from fp8_ds.optim.core import AdamCore
-from fp8_ds.optim.states import MOMENTS, Flat, Piece, allocate_lo, read_dense, write_dense, write_first
+from fp8_ds.optim.states import MOMENTS, Flat, Piece, allocate_lo, read_dense, write_dense
 from fp8_ds.zero.norm import clip_factor, global_norm, overflow_flag
 from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight, newer, num_real, start_of
 from fp8_ds.zero.stage import Fp8Context
@@ -87,9 +86,10 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
         self._fp8_waits = context.check_overflow
         self._fp8_shard_of: dict[int, AdamShard] = {}
         super().fp8_init(context)
+        self._fp8_check_stored()
 
     def _fp8_make_quantizer(self: Any, context: Fp8Context, device: torch.device) -> Any:
-        weights: Any = context.weights
+        weights: Any = context.quantized
         values = [p.ds_tensor.data[: num_real(p)] for p in weights.values()]
         return self._fp8_make_scales(list(weights), values, device)
 
@@ -97,7 +97,6 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
         self._fp8_shards.owner = self
         self._fp8_make_shards(device)
         self._fp8_manage()
-        scales: PredictedScales = self._fp8_shards.quantizer.scales
         for group in self.fp16_groups:
             for p in group:
                 shard = self._fp8_shard_of.get(id(p))
@@ -105,7 +104,7 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
                     continue
                 allocate_lo(shard, device)
                 if shard.fmt.is_fp8:
-                    write_first(shard, p.ds_tensor.data[: shard.numel], scales, self.optimizer.seed)
+                    self._fp8_write_first(p, shard, p.ds_tensor.data[: shard.numel])
         self._fp8_drop_flat()
         self._fp8_repoint()
 
@@ -126,7 +125,7 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
         optimizer, device = self.optimizer, self._fp8_flat.device
         core = AdamCore(flats, rows, scales, device, optimizer.decoupled, optimizer.seed)
         row_of = {id(p): i for i, group in enumerate(self.fp16_groups) for p in group}
-        core.set_weight_rows([row_of.get(id(w.param)) for w in self._fp8_shards.weights])
+        core.set_weight_rows([row_of.get(id(w.param)) for w in self._fp8_shards.weights if not w.is_stored])
         optimizer.manage(core)
 
     def _fp8_make_state(self: Any, p: Any, row: int, offset: int, numel: int) -> AdamShard:
@@ -182,7 +181,7 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
         self._fp8_shards.mark_ready()
         self._fp8_shards.refresh_bf16()
         if not is_step:
-            frozen = [weight for weight in self._fp8_shards.weights if not weight.is_trainable]
+            frozen = [w for w in self._fp8_shards.weights if not (w.is_trainable or w.is_stored)]
             if frozen:
                 self._fp8_shards.absorb(frozen)
             return

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from fp8_ds.config.ds_config import Config, block_of, number
+from fp8_ds.engine.folder_model import is_linear_of_folder
 from fp8_ds.errors import ConfigError, UnsupportedError
+from fp8_ds.nn.linear.stored import LARGEST, SCALE_NAMES, SMALLEST, stored_scales
 from fp8_ds.tp.block_inputs import added_parameters
 from fp8_ds.tp.linears import contexts_of
 
@@ -41,9 +43,23 @@ EXPERTS = Refusal(
     'Turn "fp8.enabled" off for this model.',
 )
 STORED_IN_FP8 = Refusal(
-    "a model whose weights are in FP8 already, as transformers loads such folders on a GPU",
-    "DeepSpeed would cast the codes to bf16, without their scales",
-    "Load what `fp8-ds convert FOLDER OUT --to bf16` makes of it.",
+    "a model with weights in FP8 that are no linears with a scale for each 128 x 128 elements, or each row",
+    "scales of others (experts, whole tensors, FP8 kernels) are not read, and DeepSpeed would take codes for weights",
+    "Load it with `dequantize=True` in its `quantization_config`, or what `fp8-ds convert FOLDER OUT --to bf16` makes "
+    "of it.",
+)
+STORED_AND_SHARDED = Refusal(
+    "a model from an FP8 folder that is sharded before the engine has it (`zero.Init`, AutoTP, "
+    "`fp8_ds.tp.parallelize`, pipeline stages)",
+    "scales would have to be sharded with their weights",
+    "Load the whole model on each rank, which ZeRO then shards, or load it with `dequantize=True` in its "
+    "`quantization_config`.",
+)
+STORED_WITHOUT_POWERS = Refusal(
+    'a trainable model from an FP8 folder whose scales are no powers of two, with "fp8": {"optimizer": {"states": '
+    '"fp8"}}',
+    "split masters start from bf16 weights, which would round its values",
+    'Set "optimizer": {"states": "fp32"}.',
 )
 DUAL_PIPE = Refusal(
     "a DualPipeVModule",
@@ -78,6 +94,8 @@ PARALLEL_SCHEDULE = Refusal(
 MODEL_REFUSALS = (
     EXPERTS,
     STORED_IN_FP8,
+    STORED_AND_SHARDED,
+    STORED_WITHOUT_POWERS,
     DUAL_PIPE,
     AUTOTP_STAGE_3,
     AUTOTP_PIPELINE,
@@ -102,9 +120,46 @@ def refuse_model(model: Any, linear: LinearConfig) -> None:
     experts = [name for name, p in model.named_parameters() if getattr(p, "allreduce", True) is False]
     if experts:
         raise EXPERTS.error(", ".join(experts[:3]))
-    stored = [name for name, p in model.named_parameters() if p.is_floating_point() and p.element_size() == 1]
-    if stored:
-        raise STORED_IN_FP8.error(", ".join(stored[:3]))
+
+
+def refuse_stored(model: Any, config: Config, *, is_split: bool) -> None:
+    """Refuse weights in FP8 that cannot be trained as their folder has them.
+
+    Args:
+        model: any model; one without weights in FP8 passes.
+        config: DeepSpeed's configuration.
+        is_split: whether masters are split.
+
+    Raises:
+        UnsupportedError: one of the rows above.
+        ConfigError: a scale is no number that a weight can have.
+    """
+    from deepspeed.runtime.pipe.module import PipelineModule
+
+    scales = {}
+    for fqn, module in model.named_modules():
+        for name, p in module._parameters.items():
+            if p is None or not p.is_floating_point() or p.element_size() > 1 or name in SCALE_NAMES:
+                continue
+            found = f"{fqn}.{name} of a {type(module).__name__}".lstrip(".")
+            if hasattr(p, "ds_id"):
+                raise STORED_AND_SHARDED.error(found)
+            stored = stored_scales(module) if name == "weight" and is_linear_of_folder(module) else None
+            if stored is None:
+                raise STORED_IN_FP8.error(found)
+            scales[f"{fqn}.{name}".lstrip(".")] = (stored.scale_inv, p.requires_grad)
+    if not scales:
+        return
+    if isinstance(model, PipelineModule) or contexts_of(model) or any(n > 1 for n in autotp_sizes(config).values()):
+        raise STORED_AND_SHARDED.error(next(iter(scales)))
+    for name, (scale_inv, is_trainable) in scales.items():
+        if not bool(((scale_inv == 0) | ((scale_inv >= SMALLEST) & (scale_inv <= LARGEST))).all()):
+            raise ConfigError(
+                f"model: expected scales of 0 or from 2**-100 to 2**100 for {name}, got "
+                f"{float(scale_inv.min()):.3g} to {float(scale_inv.max()):.3g}. Copy the model's folder again."
+            )
+        if is_split and is_trainable and not bool(((scale_inv.frexp()[0] == 0.5) | (scale_inv == 0)).all()):
+            raise STORED_WITHOUT_POWERS.error(f"such scales for {name}")
 
 
 def refuse_wrapped(model: Any, stage: int) -> None:

@@ -144,6 +144,7 @@ class Recipe(ABC):
         is_fp8: whether its GEMMs run in FP8.
         is_plain: whether the layer stays in bf16 for good, and computes as the class that it had before does.
         weight_is_transposed: whether the layer's weight is stored [I, O], and its gradient, too (`Fp8Conv1D`).
+        is_stored: whether the weight is frozen and keeps the bytes and scales of its FP8 folder.
         copied: scales that quantise the weight in a layer of a copied model (`copied_scales`); else None.
     """
 
@@ -152,6 +153,7 @@ class Recipe(ABC):
     is_fp8 = True
     is_plain = False
     weight_is_transposed = False
+    is_stored = False
     copied: CopiedScales | None = None
 
     def __init__(self, linear_config: LinearConfig, input_cache: InputCache | None = None) -> None:

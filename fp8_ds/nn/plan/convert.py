@@ -16,6 +16,7 @@ from fp8_ds.nn.fused.search import linears_that_read
 from fp8_ds.nn.linear.fp8_linear import Fp8Linear
 from fp8_ds.nn.linear.recipe import InputCache, Recipe
 from fp8_ds.nn.linear.recipes import RECIPES, Bf16Recipe, DelayedRecipe
+from fp8_ds.nn.linear.stored import RECIPE_OF, stored_scales
 from fp8_ds.nn.moe.experts import ExpertsWeight, Fp8Experts
 from fp8_ds.nn.plan.plan import ForeignLinears, LayerPlan, Plan, fp8_class_of
 from fp8_ds.numerics.formats import BY_NAME, E4M3
@@ -58,26 +59,52 @@ def apply_plan(
 
     Returns:
         The amax history for recipe "delayed": slot 2 i for the i-th converted layer's input, 2 i + 1 for its
-        grad_output. None for the other recipes.
+        grad_output; nothing enters those of a layer with the scales of an FP8 folder. None for the other recipes.
     """
     modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
-    converters = [_converter(modules, layer, foreign) for layer in plan.layers if layer.converted]
-    input_cache = InputCache()
+    rows = [layer for layer in plan.layers if layer.converted]
+    converters = [_converter(modules, layer, foreign) for layer in rows]
+    caches: dict[str, InputCache] = {linear_config.recipe: InputCache()}
+    own = [_recipe_of_stored(modules, layer, linear_config, caches) for layer in rows]
+    input_cache = caches[linear_config.recipe]
     if linear_config.recipe != "delayed":
-        for convert in converters:
-            convert(RECIPES[linear_config.recipe](linear_config, input_cache))
+        for convert, stored in zip(converters, own, strict=True):
+            convert(stored or RECIPES[linear_config.recipe](linear_config, input_cache))
         return None
     fp8_max = [E4M3.max, BY_NAME[linear_config.grad_dtype].max] * len(converters)
     names = [f"{layer.fqn} {kind}" for layer in plan.layers if layer.converted for kind in ("input", "grad_output")]
     history = AmaxHistory(len(fp8_max), fp8_max, device=device, names=names)
-    for i, convert in enumerate(converters):
-        convert(DelayedRecipe(linear_config, history, 2 * i, 2 * i + 1, input_cache))
+    for i, (convert, stored) in enumerate(zip(converters, own, strict=True)):
+        convert(stored or DelayedRecipe(linear_config, history, 2 * i, 2 * i + 1, input_cache))
     set_leaders(model)
     return history
 
 
+def _recipe_of_stored(
+    modules: Mapping[str, Any], layer: LayerPlan, config: LinearConfig, caches: dict[str, InputCache]
+) -> Recipe | None:
+    """Return the recipe by which a frozen layer computes with the scales of its FP8 folder; None: it has none.
+
+    Args:
+        caches: by recipe: layers that read one input quantise it once if their recipes are the same.
+    """
+    module = modules[layer.weight_name.rpartition(".")[0]]
+    stored = None if layer.num_experts else stored_scales(module)
+    if stored is None or module.weight.requires_grad:
+        return None
+    name = RECIPE_OF[stored.granularity]
+    if name != config.recipe:
+        fixed = {"grad_dtype": "e4m3", "fast_accumulation": "none"} if name == "blockwise" else {}
+        config = config.model_copy(update={"recipe": name, **fixed})
+    recipe = RECIPES[name](config, caches.setdefault(name, InputCache()))
+    recipe.is_stored = True
+    return recipe
+
+
 def change_recipes(model: nn.Module, linear_config: LinearConfig, history: AmaxHistory | None) -> None:
     """Give the FP8 layers of a model that `apply_plan` has converted recipes anew, before their next forward.
+
+    Layers with the scales of an FP8 folder keep theirs.
 
     Args:
         linear_config: with the present recipe, or with one that has one scale for a weight, as the present one.
@@ -88,6 +115,8 @@ def change_recipes(model: nn.Module, linear_config: LinearConfig, history: AmaxH
         history.fp8_max[1::2] = BY_NAME[linear_config.grad_dtype].max
     for fqn, layer in fp8_layers(model).items():
         old = layer.fp8_recipe
+        if old.is_stored:
+            continue
         new: Recipe
         if linear_config.recipe == "delayed":
             assert history is not None, "a run without amax histories has scales of the tensor at hand, to its end"

@@ -16,6 +16,7 @@ from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
 from fp8_ds.nn.fused.search import by_reason
 from fp8_ds.nn.linear.fp8_linear import Fp8Conv1D, Fp8Linear, conv1d_class, full_shape, is_conv1d, replaced_forward
+from fp8_ds.nn.linear.stored import is_stored
 from fp8_ds.nn.moe import experts, products
 from fp8_ds.nn.moe.experts import is_experts, why_not
 from fp8_ds.nn.plan.ends import NameFilter
@@ -174,7 +175,8 @@ def _decide(
         return False, left
     if uses[id(weight)] > 1:
         return False, "tied weight"
-    if not weight.is_floating_point() or weight.element_size() < 2:
+    is_number = weight.is_floating_point() and weight.element_size() >= 2
+    if not is_number and not is_stored(module):
         return False, f"dtype {str(weight.dtype).removeprefix('torch.')}"
     if 0 in full_shape(weight):
         return False, "empty"

@@ -14,7 +14,7 @@ from torch import nn
 from fp8_ds.config import LinearConfig
 from fp8_ds.config.ds_config import zero_stage
 from fp8_ds.engine.compat.config import REFUSALS, refuse_config, refuse_unread_reports
-from fp8_ds.engine.compat.model import DEVICE_REFUSALS, MODEL_REFUSALS, refuse_device, refuse_model
+from fp8_ds.engine.compat.model import DEVICE_REFUSALS, MODEL_REFUSALS, refuse_device, refuse_model, refuse_stored
 from fp8_ds.errors import ConfigError, UnsupportedError
 
 GOOD: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}, "fp8": {"enabled": True}}
@@ -204,18 +204,10 @@ def with_experts() -> nn.Module:
     return model
 
 
-def stored_in_fp8() -> Any:
-    model = nn.Sequential(nn.Linear(4, 4))
-    refuse_model(model, LinearConfig())
-    model[0].weight = nn.Parameter(torch.ones(4, 4).to(torch.float8_e4m3fn), requires_grad=False)
-    return model
-
-
 @pytest.mark.parametrize(
     ("build", "config", "said"),
     [
         (with_experts, {}, r"expert-parallel.*got 1\.weight"),
-        (stored_in_fp8, {}, r"in FP8 already.*got 0\.weight.*--to bf16"),
         (lambda: DualPipeVModule.__new__(DualPipeVModule), {}, "DualPipeVModule"),
         # A stage does not know a layer by its place from the last.
         (Pipeline, {"filter_fqns": ("lm_head", "23.-1", "layers.-1.mlp")}, r"got '23\.-1', 'layers\.-1\.mlp'"),
@@ -225,6 +217,55 @@ def test_a_model_that_cannot_be_in_fp8_is_refused(build: Any, config: dict[str, 
     with pytest.raises(UnsupportedError, match=said):
         refuse_model(build(), LinearConfig(**config))
     refuse_model(Pipeline(), LinearConfig(filter_fqns=("lm_head", "23.mlp")))
+
+
+def stored_in_fp8(change: str) -> nn.Module:
+    """A linear of an FP8 folder by rows, changed in one point."""
+    linear: Any = nn.Linear(4, 6)
+    kind = torch.float8_e5m2 if change == "dtype" else torch.float8_e4m3fn
+    linear.weight = nn.Parameter(torch.ones(6, 4).to(kind), requires_grad=False)
+    scale = {"none": None, "one": torch.ones(()), "columns": torch.ones(1, 4)}.get(change, torch.full((6, 1), 0.5))
+    if scale is not None:
+        scale.view(-1)[-1] = {"nan": torch.nan, "negative": -1.0, "huge": 2.0**101, "other": 0.75}.get(change, 0.5)
+        linear.weight_scale = nn.Parameter(scale)
+    if change == "zero_point":
+        linear.weight_zero_point = nn.Parameter(torch.zeros(6, 1))
+    if change == "class":
+        linear.__class__ = type("Other", (nn.Linear,), {})
+    if change == "trains":
+        linear.weight.requires_grad_()
+    if change == "init":
+        linear.weight.ds_id = 0
+    return nn.Sequential(linear)
+
+
+@pytest.mark.parametrize("change", ["dtype", "none", "one", "columns", "zero_point", "class", "init"])
+def test_fp8_weights_whose_scales_are_not_known_are_refused_by_name(change: str) -> None:
+    said = "sharded before the engine has it" if change == "init" else "128 x 128 elements"
+    with pytest.raises(UnsupportedError, match=rf"{said}.*got 0\.weight of a (Linear|Other).*dequantize=True"):
+        refuse_stored(stored_in_fp8(change), {}, is_split=False)
+
+
+def test_a_linear_of_an_fp8_folder_is_not_refused() -> None:
+    refuse_stored(nn.Linear(4, 4), {}, is_split=True)
+    for change in ("", "trains"):
+        refuse_stored(stored_in_fp8(change), {}, is_split=True)
+    refuse_stored(stored_in_fp8("other"), {}, is_split=True)  # frozen, it has no master
+
+
+def test_scales_that_split_masters_cannot_hold_or_no_weight_can_have_are_refused() -> None:
+    model = stored_in_fp8("other").requires_grad_()
+    refuse_stored(model, {}, is_split=False)
+    with pytest.raises(UnsupportedError, match=r'no powers of two.*0\.weight.*"states": "fp32"'):
+        refuse_stored(model, {}, is_split=True)
+    for change in ("nan", "negative", "huge"):
+        with pytest.raises(ConfigError, match=r"scales of 0 or from .* for 0\.weight"):
+            refuse_stored(stored_in_fp8(change), {}, is_split=False)
+
+
+def test_a_model_of_an_fp8_folder_is_not_sharded_by_autotp() -> None:
+    with pytest.raises(UnsupportedError, match="AutoTP"):
+        refuse_stored(stored_in_fp8(""), {"tensor_parallel": {"autotp_size": 2}}, is_split=False)
 
 
 def test_a_pipeline_that_autotp_splits_is_refused() -> None:

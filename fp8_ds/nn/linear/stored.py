@@ -1,0 +1,134 @@
+"""Linears whose weight is stored in FP8, as transformers loads the FP8 folders of servers.
+
+The module is an nn.Linear with a weight [out, in] in float8_e4m3fn, and beside it a Parameter of scales that multiply:
+one for each 128 x 128 elements, cut at the edges, or one for each row. An engine takes the scales off the module. It
+makes bf16 of the weights that train, and keeps the bytes of frozen ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8_ds.nn.linear.payload import ROW, TILE, Granularity, per_element
+from fp8_ds.numerics.formats import E4M3
+
+SCALE_NAMES = ("weight_scale_inv", "weight_scale")
+"""Of `quant_method` "fp8" and "compressed-tensors"."""
+_OF_SERVING = ("activation_scale", "input_scale", "output_scale", "input_zero_point", "output_zero_point")
+"""Of activations, whose scales training makes for itself."""
+RECIPE_OF = {TILE: "blockwise", ROW: "rowwise"}
+"""Recipe that multiplies with scales of this granularity as they are."""
+SMALLEST, LARGEST = 2.0**-100, 2.0**100
+"""Scales within which, or of 0, no product with a code leaves bf16's normal numbers."""
+_CHUNK = 1 << 22
+"""Elements restored at a time: bounds the temporaries to about 100 MiB."""
+
+
+@dataclass(frozen=True)
+class StoredScales:
+    """Scales of one weight, as its folder has them.
+
+    Attributes:
+        scale_inv: float32 grid of `granularity` (nn/linear/payload.py): a value is its code times this.
+        granularity: which elements share a scale, TILE or ROW.
+        shape: of the weight.
+        parameters: the Parameter of scales, and those beside it that are for serving alone.
+    """
+
+    scale_inv: Tensor
+    granularity: Granularity
+    shape: tuple[int, int]
+    parameters: tuple[nn.Parameter, ...]
+
+    @property
+    def scale(self) -> Tensor:
+        """The grid to enter FP8, float32; 1 where `scale_inv` is 0."""
+        return torch.where(self.scale_inv > 0, self.scale_inv, 1.0).reciprocal()
+
+    def dequantize(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return codes (float8_e4m3fn [out, in]) times scales, rounded to float32 and then to `dtype`."""
+        return codes.float().mul_(per_element(self.scale_inv.to(codes.device), self.shape)).to(dtype)
+
+    @torch.no_grad()
+    def restore_(self, values: Tensor, start: int) -> None:
+        """Make float32 `values`, which bf16 has rounded, codes times scales again, to float32's last bit.
+
+        bf16 is off by 2**-9 of a value at most, and a step of E4M3 is 2**-4 of it at least: the code is the nearest
+        to the quotient of value and scale.
+
+        Args:
+            values: float32 [numel], changed in place: elements from `start` on of the flattened weight.
+        """
+        for piece, scale_inv in self._pieces(values, start):
+            codes = (piece / scale_inv).clamp_(-E4M3.max, E4M3.max).to(E4M3.torch_dtype).float()
+            piece.copy_(torch.where(scale_inv > 0, codes.mul_(scale_inv), piece))
+
+    @torch.no_grad()
+    def multiply_(self, codes: Tensor, start: int) -> None:
+        """Multiply codes (float32 [numel], elements from `start` on of the flattened weight) by their scales."""
+        for piece, scale_inv in self._pieces(codes, start):
+            piece.mul_(scale_inv)
+
+    def _pieces(self, values: Tensor, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield views of `values` (1-D), and the scale of each of their elements."""
+        rows, cols = (size or whole for size, whole in zip(self.granularity.block, self.shape, strict=True))
+        grid = self.scale_inv.to(values.device)
+        for first in range(0, values.numel(), _CHUNK):
+            piece = values[first : first + _CHUNK]
+            place = torch.arange(start + first, start + first + piece.numel(), dtype=torch.long, device=values.device)
+            yield piece, grid[place // self.shape[1] // rows, place % self.shape[1] // cols]
+
+
+def is_stored(module: nn.Module) -> bool:
+    """Whether `module` is a linear whose weight is in FP8, with scales beside it."""
+    weight = module._parameters.get("weight")
+    return (
+        isinstance(module, nn.Linear)
+        and weight is not None
+        and weight.dtype == E4M3.torch_dtype
+        and _scale_name(module) is not None
+    )
+
+
+def stored_scales(module: nn.Module) -> StoredScales | None:
+    """Return the scales beside a weight in FP8; None if it is in another dtype, or they are of no known granularity."""
+    if not is_stored(module):
+        return None
+    weight: Any = module.weight
+    scale = scale_parameter(module)
+    shape = (weight.shape[0], weight.shape[1])
+    found = next((known for known in RECIPE_OF if known.grid(shape) == tuple(scale.shape)), None)
+    if found is None:
+        return None
+    return StoredScales(as_numbers(scale.detach()), found, shape, tuple(serving_parameters(module)))
+
+
+def remove_scales(module: nn.Module) -> None:
+    """Remove the scales from a stored linear."""
+    for name in (*SCALE_NAMES, *_OF_SERVING):
+        module._parameters.pop(name, None)
+
+
+def serving_parameters(module: nn.Module) -> list[Any]:
+    """Return the Parameters of scales of a stored linear: the weight's, and those of activations."""
+    found = (module._parameters.get(name) for name in (*SCALE_NAMES, *_OF_SERVING))
+    return [p for p in found if p is not None]
+
+
+def scale_parameter(module: nn.Module) -> Any:
+    """Return the Parameter of scales beside a stored weight."""
+    return module._parameters[str(_scale_name(module))]
+
+
+def as_numbers(scale: Tensor) -> Tensor:
+    """Return scales in float32: bytes are exponents of powers of two, as "scale_fmt": "ue8m0" may store them."""
+    return (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).float()
+
+
+def _scale_name(module: nn.Module) -> str | None:
+    return next((name for name in SCALE_NAMES if module._parameters.get(name) is not None), None)
