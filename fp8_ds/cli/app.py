@@ -216,7 +216,8 @@ def convert(
     Weights leave as bf16 of the masters, bitwise, or with --to fp8 as the bytes that training computes with, for
     servers; those of FP8 folders are bytes times scales. Of safetensors a universal checkpoint has masters equal to
     them, moments of zero and step 0; it needs --stage, and an engine whose trainable parameters have the names in the
-    files, or those that transformers gives them on loading (experts in stacks). Parameter groups, learning rates and the scheduler stay the engine's own.
+    files, or those that transformers gives them on loading (experts in stacks). Parameter groups, learning rates and
+    the scheduler stay the engine's own.
 
     Exit codes: 0 done, 2 wrong usage or refused, 3 file error, 4 a defect.
     """
