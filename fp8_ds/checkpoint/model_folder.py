@@ -22,6 +22,7 @@ from fp8_ds.errors import CheckpointError, ConfigError
 INDEX = "model.safetensors.index.json"
 _SHARD_BYTES = 5 * 10**9
 _WIDTH = 60
+_WITH_CODE = ("config.json", "tokenizer_config.json")
 _RELATIVE_IMPORT = re.compile(r"^\s*from\s+\.(\w+)", re.MULTILINE)
 
 
@@ -167,7 +168,8 @@ def _shards(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
 def configuration_files(model: Path) -> list[Path]:
     """Return the configurations and tokenizer files in `model`, and its own code: no weights, no index of weights.
 
-    The code are the files that `auto_map` in config.json names, and those that they import from beside them.
+    The code are the files that `auto_map` in the model's and the tokenizer's configuration names, and those that they
+    import from beside them.
     """
     if not (model / "config.json").is_file():
         raise ConfigError(f"--model: expected a folder with config.json, got {model}. Name the model's folder.")
@@ -178,12 +180,14 @@ def configuration_files(model: Path) -> list[Path]:
 
 
 def _code_files(model: Path) -> list[Path]:
-    try:
-        named = parse_json((model / "config.json").read_text())["auto_map"].values()
-    except (AttributeError, KeyError, TypeError, ValueError):  # none, or what is said where the file is needed
-        return []
-    texts = [text for value in named for text in (value if isinstance(value, list) else [value]) if text]
-    modules = [str(text).rpartition(".")[0] for text in texts]
+    modules: list[str] = []
+    for file in _WITH_CODE:
+        try:
+            named = parse_json((model / file).read_text())["auto_map"].values()
+        except (AttributeError, FileNotFoundError, KeyError, TypeError, ValueError):  # it names none
+            continue
+        texts = [text for value in named for text in (value if isinstance(value, list) else [value]) if text]
+        modules += [str(text).rpartition(".")[0] for text in texts]
     found: dict[str, Path] = {}
     while modules:
         module = modules.pop()

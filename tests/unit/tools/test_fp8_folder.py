@@ -233,13 +233,15 @@ def test_code_that_the_configuration_names_is_copied_with_what_it_imports_and_no
     maps = {"AutoConfig": "configuration_own.C", "AutoModel": ["modeling_own.M", None], "AutoX": "who/other--there.X"}
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"auto_map": maps | {"AutoY": "../outside.Y"}}))
-    for name in ("configuration_own", "layers", "unused", "there", "../outside"):
+    for name in ("configuration_own", "layers", "tokenization_own", "unused", "there", "../outside"):
         (source / f"{name}.py").write_text("raise SystemExit\n")
+    (source / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["tokenization_own.T", null]}}')
     (source / "modeling_own.py").write_text("import torch\nfrom .layers import Layer\nfrom .gone import X\n")
     convert(source, tmp_path / "bf16", "safetensors")
     assert {path.name for path in (tmp_path / "bf16").glob("*.py")} == {
         "configuration_own.py",
         "modeling_own.py",
         "layers.py",
+        "tokenization_own.py",
     }
     assert (tmp_path / "bf16" / "modeling_own.py").read_bytes() == (source / "modeling_own.py").read_bytes()
