@@ -140,7 +140,7 @@ class Fp8Checkpoints:
             return super().save_16bit_model(save_dir, save_filename, *args, **kwargs)  # type: ignore[misc]
 
     def save_fp8_pretrained(self: Any, folder: str | Path, form: str | None = None) -> None:
-        """Save the model as a folder of FP8 safetensors that vLLM, SGLang and transformers load. Collective.
+        """Save the model as a folder of FP8 safetensors, as vLLM, SGLang and transformers read them. Collective.
 
         Linears in FP8 are stored with the bytes that training computes with where `form` can hold them; all else is
         bf16. Beside them are config.json with its "quantization_config", and the tokenizer's files if the model was
