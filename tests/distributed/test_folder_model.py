@@ -35,7 +35,7 @@ def steps(engine: Any, num: int, first: int = 0) -> list[float]:
 
 
 def start(folder: str, stage: int, fp8: dict[str, Any], lora: bool = False, load_as: Any = load) -> Any:
-    """An engine whose optimizer is given all Parameters of the model, those of scales as well."""
+    """An engine whose optimizer is given all Parameters of the model, those of scales as well, some as a group."""
     model = load_as(folder)
     if lora:
         import peft
@@ -43,7 +43,10 @@ def start(folder: str, stage: int, fp8: dict[str, Any], lora: bool = False, load
         torch.manual_seed(0)
         wanted = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
         model = peft.get_peft_model(model, wanted)
-    return training.start(model, training.ds_config(stage, fp8), model_parameters=list(model.parameters()))
+    scales = [p for name, p in model.named_parameters() if "scale" in name]
+    first = [p for name, p in model.named_parameters() if "scale" not in name] + scales[:1]
+    groups = [{"params": group} for group in (first, scales[1:]) if group]
+    return training.start(model, training.ds_config(stage, fp8), model_parameters=groups)
 
 
 def train_all(folder: str, stage: int, fp8: dict[str, Any]) -> None:
