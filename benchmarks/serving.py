@@ -67,14 +67,15 @@ class Served(nn.Module):
 
 def weights_of(folder: Path) -> tuple[dict[str, Tensor], list[str]]:
     """A folder's tensors, FP8 weights de-quantised to float32, and the names of the linears that are in FP8."""
-    from fp8_ds.checkpoint.fp8_folder import format_of, read_values
+    from fp8_ds.checkpoint.fp8_folder import format_of, value_readers
     from fp8_ds.checkpoint.model_folder import TensorFiles
 
     stored = format_of(folder)
     assert stored is not None
     files = TensorFiles(folder)
     in_fp8 = [name.removesuffix(".weight") for name in files.names if files.dtype(name) == torch.float8_e4m3fn]
-    return dict(read_values(folder, stored, torch.float32)), in_fp8
+    readers = value_readers(folder, stored, torch.float32)
+    return {name: read() for name, read in readers.items()}, in_fp8
 
 
 def served_model(make: Callable[[], Any], folder: Path, quantizes_inputs: bool, device: torch.device) -> Any:

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 def iter_fp8_tensors(engine: Any, form: str | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the engine's model under the names of its folder, FP8 weights as codes and scales.
 
-    Collective: all ranks iterate, to the end. One parameter is gathered at a time, FP8 weights by a byte an element.
-    The tensors are those of `engine.save_fp8_pretrained`; vLLM's `load_weights` takes such pairs. They are on the
-    engine's device, and may be its own memory: copy what is to outlive the next step.
+    Collective: all ranks iterate, to the end, and not within `GatheredParameters`. One parameter is gathered at a time,
+    FP8 weights by a byte an element. The tensors are those of `engine.save_fp8_pretrained`; vLLM's `load_weights` takes
+    such pairs. They are on the engine's device, and may be its own memory: copy what is to outlive the next step.
 
     Args:
         engine: what `deepspeed.initialize` has returned, with linears in FP8.
@@ -26,6 +26,7 @@ def iter_fp8_tensors(engine: Any, form: str | None = None) -> Iterator[tuple[str
 
     Raises:
         UnsupportedError: nothing is in FP8, a rank has only a part of the model, or the model cannot be exported.
+        CheckpointError: an FP8 weight is not finite; on all ranks, when it is its turn.
     """
     if not hasattr(engine, "fp8_tensors"):
         raise UnsupportedError(

@@ -168,8 +168,10 @@ def value_readers(source: Path, stored: ServingFormat, dtype: torch.dtype) -> di
 
 
 def _value(files: TensorFiles, name: str, stored: ServingFormat, dtype: torch.dtype) -> Tensor:
-    weight = files.read(name)
-    return weight.float().mul_(per_element(_scale_of(files, name, stored), weight.shape)).to(dtype)
+    weight = files.read(name).float()
+    if bool(weight.isnan().any()):
+        raise CheckpointError(f"{files.path(name)}: expected numbers, got NaN in {name}. Copy the model again.")
+    return weight.mul_(per_element(_scale_of(files, name, stored), weight.shape)).to(dtype)
 
 
 def _scale_of(files: TensorFiles, name: str, stored: ServingFormat) -> Tensor:
@@ -198,7 +200,6 @@ def _scale_of(files: TensorFiles, name: str, stored: ServingFormat) -> Tensor:
     if not is_number or not bool((scale.isfinite() & (scale >= 0)).all()):
         raise CheckpointError(
             f"{files.path(scale_name)}: expected scales that are numbers, finite and not negative, got others in "
-            f"{scale_name}. "
-            "Copy the model again."
+            f"{scale_name}. Copy the model again."
         )
     return scale

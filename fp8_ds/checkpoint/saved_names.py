@@ -63,11 +63,12 @@ class SavedNames:
     @classmethod
     def of_module(cls, module: Any) -> SavedNames:
         """Read the class and configuration of a model of transformers; any other module has its own names."""
+        made = transformers_class(module)
         if not hasattr(module, "base_model_prefix"):
             return cls(None, f"a {type(module).__name__}, which is no model of transformers")
         try:
             with torch.device("meta"):
-                return cls(type(module)(copy.deepcopy(module.config)))
+                return cls(made(copy.deepcopy(module.config)))
         except Exception as error:  # a class of the user's own, with other arguments
             return cls(None, f"a {type(module).__name__}, which its configuration alone does not make ({error})")
 
@@ -164,6 +165,13 @@ class SavedNames:
         if key not in self.shapes:
             key = key.removeprefix(prefix) if key.startswith(prefix) else prefix + key
         return key, found, pattern
+
+
+def transformers_class(module: Any) -> type[Any]:
+    """Return the class of transformers that `module` is of, or derived from; its own if there is none."""
+    return next(
+        (found for found in type(module).__mro__ if found.__module__.startswith("transformers.models.")), type(module)
+    )
 
 
 def _mapping_of(model: Any) -> tuple[list[Any], list[Any]]:

@@ -43,7 +43,7 @@ _TOGETHER = (
     ("w1", "w3"),
 )
 """Linears that servers join into one: all of them are in FP8, or none."""
-_HEADS = ("lm_head", "embed_out")
+_HEADS = ("lm_head", "embed_out", "score", "classifier", "qa_outputs", "v_head")
 """Linears that servers do not quantise."""
 _EXPERTS = ".experts"
 _ASKED_FOR = ("0.gate_proj", "0.up_proj", "0.down_proj")
@@ -124,6 +124,7 @@ class Export:
             scale_inv: its grid of scales there, float32.
         """
         stored = FORMATS[self.form]
+        _refuse_broken(name, scale_inv)
         scale_inv = scale_inv.view(1, 1) if self.own.is_tensor else scale_inv
         for key, part in self.names.saved(name, codes).items():
             yield key, part
@@ -147,10 +148,7 @@ class Export:
             codes = encode(master, self.master, scale_inv)[0].view(E4M3.torch_dtype)
         else:
             codes = quantize(master, per_element(scale, master.shape), E4M3)
-        if not bool(scale_inv.isfinite().all()):
-            raise CheckpointError(
-                f"convert: expected finite masters, got others in {name}. Convert a checkpoint of before they came."
-            )
+        _refuse_broken(name, scale_inv)
         return codes, scale_inv.expand(stored.granularity.grid(master.shape)).contiguous()
 
     def quantization_config(self) -> dict[str, Any]:
@@ -233,6 +231,11 @@ def export_of(
     modules = tuple(key.removesuffix(".weight") for pair in left_out.items() for key in _shapes_in(names, *pair))
     fqns, scale_inv = tuple(row.fqn for row in others), state["scale_inv"] if is_split else {}
     return Export({row.weight_name: row for row in rows}, fqns, own, master, scale_inv, form, names, modules, matrices)
+
+
+def _refuse_broken(name: str, scale_inv: Tensor) -> None:
+    if not bool(scale_inv.isfinite().all()):
+        raise CheckpointError(f"{name}: expected finite values, got others. Export a checkpoint of before they came.")
 
 
 def _left_out(

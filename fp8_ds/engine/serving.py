@@ -3,6 +3,7 @@ saved as a folder that servers load. Both are collective, and have the bytes of 
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,14 +16,16 @@ from torch import Tensor, nn
 from fp8_ds.checkpoint import folders
 from fp8_ds.checkpoint.fp8_folder import CONFIG, with_quantization
 from fp8_ds.checkpoint.model_folder import configuration_files, write_tensors
-from fp8_ds.checkpoint.saved_names import SavedNames
+from fp8_ds.checkpoint.saved_names import SavedNames, transformers_class
 from fp8_ds.checkpoint.serving import Export, export_of
 from fp8_ds.checkpoint.state import save_state
 from fp8_ds.engine.compat.model import refuse_one_ranks_part
 from fp8_ds.engine.ranks import say, tell_all
-from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
+from fp8_ds.errors import CheckpointError, ConfigError, Fp8DsError, UnsupportedError
 from fp8_ds.nn.linear.fp8_linear import full_shape
 from fp8_ds.zero.full import full_codes, full_master, full_value
+
+_WIDTH = 300
 
 
 def export_of_engine(engine: Any, form: str | None, what: str) -> Export:
@@ -45,7 +48,10 @@ def export_of_engine(engine: Any, form: str | None, what: str) -> Export:
             "save_pretrained, merge them into the model (merge_and_unload), and export that."
         )
     shapes = {name: full_shape(p) for name, p in engine.module.named_parameters() if p.requires_grad}
-    return export_of(save_state(engine.fp8), shapes, form, SavedNames.of_module(engine.module))
+    names = SavedNames.of_module(engine.module)
+    if names.model is None:
+        say(f"fp8: {what}: names of tensors are those of the model, for the engine has {names.reason}")
+    return export_of(save_state(engine.fp8), shapes, form, names)
 
 
 def tensors_of(engine: Any, export: Export) -> Iterator[tuple[str, Tensor]]:
@@ -95,42 +101,59 @@ def save_folder(engine: Any, folder: Path, form: str | None) -> None:
             "engine.save_checkpoint and `fp8-ds convert --to fp8 --model FOLDER`."
         )
     export = export_of_engine(engine, form, what)
-    staging, is_writer = folders.beside(folder, folders.INCOMPLETE), ds_comm.get_rank() == 0
-    if any(tell_all(is_writer and folder.is_dir() and any(folder.iterdir()))):
-        raise ConfigError(f"folder: expected an empty folder or none, got {folder} with files. Name another.")
-    tensors = tensors_of(engine, export)
+    folder, is_writer = folder.resolve(), ds_comm.get_rank() == 0
+    staging, tensors = folders.beside(folder, folders.INCOMPLETE), tensors_of(engine, export)
 
     def write() -> None:
-        if not is_writer:
-            return
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-        with folders.as_file_errors(staging):
+        if is_writer:
             on_cpu = ((name, tensor.cpu()) for name, tensor in tensors)
-            write_tensors(on_cpu, staging, lambda: _write_configuration(engine.module, staging, export))
+            write_tensors(on_cpu, staging)
 
-    problem = _problem(write)
-    rest = _problem(lambda: [None for _ in tensors])  # after an error, too: others wait in its collectives
-    problems = list(filter(None, tell_all(problem or rest)))
-    if not problems:
-        problem = _problem(lambda: _publish(staging, folder) if is_writer else None)
-        problems = list(filter(None, tell_all(problem)))
-    if problems:
+    def drain() -> None:
+        """Take the rest, after an error, too: other ranks wait in its collectives."""
+        for _ in tensors:
+            pass
+
+    try:
+        _on_all(folder, lambda: _begin(engine.module, folder, staging, export) if is_writer else None)
+        _on_all(folder, write, drain)
+        _on_all(folder, lambda: _publish(staging, folder) if is_writer else None)
+    except BaseException:
         if is_writer:
             shutil.rmtree(staging, ignore_errors=True)
-        raise CheckpointError(
-            f"{what}: expected rank 0 to write {str(folder)!r}, got {problems[0]}. Make room or choose another folder."
-        )
+        raise
     say(f"fp8: {what}: {export.describe()}")
 
 
-def _problem(work: Callable[[], Any]) -> str:
-    """Do `work`, and return the text of its error, or "": the ranks tell each other."""
-    try:
-        work()
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error)[:300]}"
-    return ""
+def _on_all(folder: Path, *works: Callable[[], None]) -> None:
+    """Do all of `works`, each after an error of the one before, too. Collective: what one rank raises, all raise."""
+    found: list[Exception] = []
+    for work in works:
+        try:
+            work()
+        except Exception as error:
+            found.append(error)
+    own = found[0] if found else None
+    text = "" if own is None else f"{type(own).__name__}: {' '.join(str(own).split())[:_WIDTH]}"
+    told = tell_all((own if isinstance(own, Fp8DsError) else None, text, isinstance(own, OSError)))
+    for ours, text, is_of_files in told:
+        if ours is not None:
+            raise ours
+        if text:
+            remedy = "Make room or choose another folder" if is_of_files else "Change that, and save again"
+            raise CheckpointError(
+                f"save_fp8_pretrained: expected rank 0 to write {str(folder)!r}, got {text.rstrip('.')}. {remedy}."
+            ) from own
+
+
+def _begin(model: Any, folder: Path, staging: Path, export: Export) -> None:
+    """Refuse `folder` if it is no empty one, and write all but weights into `staging`, before anything is gathered."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"folder: expected an empty folder or none, got {folder} with files. Name another.")
+    shutil.rmtree(staging, ignore_errors=True)
+    with folders.as_file_errors(staging):
+        staging.mkdir(parents=True)
+        _write_configuration(model, staging, export)
 
 
 def _publish(staging: Path, folder: Path) -> None:
@@ -146,7 +169,9 @@ def _write_configuration(model: Any, out: Path, export: Export) -> None:
     if (source / CONFIG).is_file():
         for path in configuration_files(source):
             shutil.copyfile(path, out / path.name)
-    model.config.save_pretrained(out)
+    config = copy.deepcopy(model.config)
+    config.architectures = [transformers_class(model).__name__]  # by which servers choose the class
+    config.save_pretrained(out)
     if (generation := getattr(model, "generation_config", None)) is not None:
         generation.save_pretrained(out)
     text = with_quantization(out / CONFIG, export.quantization_config())

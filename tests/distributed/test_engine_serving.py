@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 import training
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from safetensors.torch import load_file
 from support import fp8_folders
 from support.models import Llama
@@ -102,9 +103,16 @@ def test_a_save_that_fails_on_the_rank_that_writes_fails_on_all_and_leaves_nothi
     with pytest.raises(ConfigError, match="empty folder"):
         engine.save_fp8_pretrained(tmp_path / "full")
     (tmp_path / "file").write_text("a user's")
-    with pytest.raises(CheckpointError, match="rank 0"):
+    with pytest.raises(CheckpointError, match=r"rank 0.*choose another folder"):
         engine.save_fp8_pretrained(tmp_path / "file" / "below")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full"]
+    with pytest.raises(ConfigError, match="empty folder"):
+        engine.save_fp8_pretrained(tmp_path / "file")
+    with pytest.raises(CheckpointError, match=r"File name too long|rank 0"):
+        engine.save_fp8_pretrained(tmp_path / ("x" * 300))
+    engine.module.generation_config.update(do_sample=False, temperature=0.5)
+    with pytest.raises(CheckpointError, match=r"GenerationConfig.*Change that"):
+        engine.save_fp8_pretrained(tmp_path / "out")
+    engine.module.generation_config.update(temperature=1.0)
     calls: list[Any] = []
 
     def fill_the_disk(*args: Any, **kwargs: Any) -> None:
@@ -121,12 +129,47 @@ def test_a_save_that_fails_on_the_rank_that_writes_fails_on_all_and_leaves_nothi
     ):
         engine.save_fp8_pretrained(tmp_path / "out")
     assert len(calls) == (3 if torch.distributed.get_rank() == 0 else 0)
-    if torch.distributed.get_rank() == 0:
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full"]
+    torch.distributed.barrier()  # rank 0 tidies up after the others have heard
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full"]
     assert all(p._fp8.data is None for p in engine.fp8.weights.values()) and torch.is_grad_enabled()
     engine.save_fp8_pretrained(tmp_path / "out")
     with pytest.raises(ConfigError, match="form"):
         iter_fp8_tensors(engine, "fp4")
+    training.destroy(engine)
+
+
+@on_ranks(2)
+def test_weights_that_are_not_finite_leave_on_no_rank(folder: str) -> None:
+    engine = trained(3, {})
+    weight = engine.module.model.layers[1].mlp.up_proj.weight
+    safe_set_full_fp32_param(weight, safe_get_full_fp32_param(weight).fill_(float("nan")))
+    tokens = training.micro_batches(0, 2)[0]
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight: expected finite"):
+        engine.save_fp8_pretrained(f"{folder}/out")
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight: expected finite"):
+        list(iter_fp8_tensors(engine))
+    training.destroy(engine)
+    assert not any(Path(folder).iterdir())
+
+
+@on_ranks(1)
+def test_the_configuration_names_the_class_that_was_trained_and_heads_stay_bf16(folder: str) -> None:
+    import transformers
+
+    class Own(transformers.LlamaForSequenceClassification):  # type: ignore[misc]
+        pass
+
+    config = Llama(**SIZES).model.config
+    config.architectures, config.pad_token_id = ["LlamaForCausalLM"], 0
+    torch.manual_seed(0)
+    engine = training.start(Own(config), training.ds_config(2, {"linear": {"filter_fqns": []}}))
+    engine.save_fp8_pretrained(f"{folder}/out")
+    written = json.loads(Path(folder, "out", "config.json").read_text())
+    assert written["architectures"] == ["LlamaForSequenceClassification"]
+    assert engine.module.config.architectures == ["LlamaForCausalLM"]
+    assert load_file(f"{folder}/out/model.safetensors")["score.weight"].dtype == torch.bfloat16
     training.destroy(engine)
 
 

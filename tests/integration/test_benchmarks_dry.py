@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
 import os
 import sys
@@ -68,6 +70,18 @@ def test_end_to_end_gives_speed_and_losses(run_main: Callable[..., str], text_ca
     # The same weights and the same tokens: and the second run of bf16 has other weights.
     assert ours["losses"] == pytest.approx(plain["losses"], rel=0.005)
     assert second["losses"][0] != plain["losses"][0] and ours["fp8"]["resident_weight_bytes"] > 0
+
+
+def test_what_benchmarks_and_examples_import_of_us_is_there(root: Path) -> None:
+    """Within functions, too, which no dry run of the default suite may call."""
+    found = set()
+    for path in [*(root / "benchmarks").glob("*.py"), *(root / "examples").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "fp8_ds":
+                found |= {(node.module, name.name) for name in node.names}
+    assert len(found) > 20
+    for module, name in sorted(found):
+        assert hasattr(import_module(module), name) or importlib.util.find_spec(f"{module}.{name}"), (module, name)
 
 
 def test_kernels_tune_calls_every_kernel(run_main: Callable[..., str]) -> None:

@@ -124,5 +124,5 @@ def test_masters_that_are_not_finite_are_refused_and_zeros_have_a_scale() -> Non
     master[3] = 0
     _, (name, scale) = export.tensors([("layers.0.attn.q_proj.weight", master)])
     assert name == "layers.0.attn.q_proj.weight_scale" and bool((scale > 0).all())
-    with pytest.raises(CheckpointError, match=r"finite masters, got others in .*q_proj"):
+    with pytest.raises(CheckpointError, match=r"q_proj.*expected finite"):
         list(export.tensors([("layers.0.attn.q_proj.weight", master.log())]))
