@@ -98,22 +98,18 @@ def names_in(folder: Path) -> list[str]:
     return TensorFiles(folder).names
 
 
-def agrees_with_transformers(folder: Path) -> str:
+def agrees_with_transformers(folder: Path, form: str) -> str:
     """Whether transformers' own de-quantising loader reads the same bf16 weights; why it could not, if so."""
-    import transformers
+    from fp8_ds.checkpoint.verify import makes_plain_models, verify
+    from fp8_ds.errors import CheckpointError
 
-    config = json.loads((folder / "config.json").read_text())["quantization_config"]
-    kind = "FineGrainedFP8Config" if config["quant_method"] == "fp8" else "CompressedTensorsConfig"
+    if not makes_plain_models(form):
+        return "not by this version"
     try:
-        read = getattr(transformers, kind)(dequantize=True)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=read, dtype=torch.bfloat16
-        )
-    except Exception as error:  # not installed, or of a version without
-        return f"not loaded: {type(error).__name__}: {str(error)[:80]}"
-    theirs, ours = model.state_dict(), weights_of(folder)[0]
-    same = theirs.keys() == ours.keys() and all(torch.equal(theirs[k].cpu(), ours[k].bfloat16()) for k in ours)
-    return "the same bits" if same else "**other bits**"
+        verify(folder)
+    except CheckpointError as error:
+        return f"**{error}**"
+    return "the same bits"
 
 
 class Training:
@@ -185,7 +181,7 @@ def measure_end(run: Training, name: str, args: argparse.Namespace, folder: Path
     for form in FORMS:
         out = folder / f"{name}-{form}"
         run.engine.save_fp8_pretrained(out, form)
-        loader = agrees_with_transformers(out)
+        loader = agrees_with_transformers(out, form)
         add(f"{form}: FP8 weights", served_model(run.make, out, False, run.device), loader)
         add(f"{form}: FP8 weights and activations", served_model(run.make, out, True, run.device))
     run.engine.train()

@@ -131,7 +131,7 @@ def test_serving_compares_both_ends_in_both_forms(
     losses = [row["loss"] for row in rows]
     assert len(set(losses)) > 6 and max(losses) < 1.01 * min(losses)
     assert all(row["db"] is None or 25 < row["db"] < 80 for row in rows)
-    assert {row["loader"] for row in rows} <= {"", "the same bits"}
+    assert {row["loader"] for row in rows} <= {"", "the same bits", "not by this version"}
 
 
 def test_rows_out_of_box_contain_every_pair(benchmark: Callable[[str], Any]) -> None:
