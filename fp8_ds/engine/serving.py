@@ -6,11 +6,14 @@ from __future__ import annotations
 import copy
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 from deepspeed import comm as ds_comm
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
 from fp8_ds.checkpoint import folders
@@ -23,7 +26,6 @@ from fp8_ds.engine.compat.model import refuse_one_ranks_part
 from fp8_ds.engine.ranks import say, tell_all
 from fp8_ds.errors import CheckpointError, ConfigError, Fp8DsError, UnsupportedError
 from fp8_ds.nn.linear.fp8_linear import full_shape
-from fp8_ds.zero.full import full_codes, full_master, full_value
 
 _WIDTH = 300
 
@@ -60,7 +62,7 @@ def tensors_of(engine: Any, export: Export) -> Iterator[tuple[str, Tensor]]:
         if not isinstance(tensor, nn.Parameter):
             yield from export.saved(name, tensor)
         elif hasattr(tensor, "_fp8") and name in export.layers and export.is_own:
-            with full_codes(engine.optimizer, tensor) as codes:
+            with _full_codes(engine.optimizer, tensor) as codes:
                 if codes is not None:
                     yield from export.stored(name, codes, tensor._fp8.scale_inv)
                     continue
@@ -68,15 +70,59 @@ def tensors_of(engine: Any, export: Export) -> Iterator[tuple[str, Tensor]]:
         elif hasattr(tensor, "_fp8"):
             yield from export.saved(name, _master(tensor))
         else:
-            with full_value(tensor) as value:
+            with _full_value(tensor) as value:
                 yield from export.saved(name, value)
+
+
+@contextmanager
+def _full_codes(optimizer: Any, weight: Any) -> Iterator[Tensor | None]:
+    """Give the codes of an FP8 weight, float8_e4m3fn, inside the block; None while its layer computes in bf16.
+
+    In ZeRO-3 a byte an element is gathered, unless the weight is gathered already.
+
+    Args:
+        optimizer: of the engine that trains it.
+        weight: a Parameter with a payload.
+    """
+    payload = weight._fp8
+    if not hasattr(weight, "ds_id"):
+        yield payload.data if payload.hp is None else None
+        return
+    (shard,) = optimizer._fp8_shards.of([weight])
+    if shard.in_bf16:
+        yield None
+        return
+    if (codes := payload.data) is not None:
+        yield codes.detach()
+        return
+    optimizer._fp8_shards.gather([shard]).wait()
+    try:
+        yield payload.data.detach()
+    finally:
+        shard.leave()
+
+
+@contextmanager
+def _full_value(parameter: Any) -> Iterator[Tensor]:
+    """Give a parameter's value in its dtype inside the block; of an FP8 weight it is de-quantised."""
+    if not hasattr(parameter, "ds_id"):
+        yield parameter.detach()
+        return
+    with deepspeed.zero.GatheredParameters([parameter]):
+        yield parameter.detach()
+
+
+def _full_master(parameter: Any) -> Tensor | None:
+    """Return a parameter's fp32 master; None without one. Collective in all stages."""
+    master: Tensor | None = safe_get_full_fp32_param(parameter)
+    return None if master is None else master.detach().view(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def _master(weight: Any) -> Tensor:
     """Return the fp32 master of an FP8 weight; what a frozen one holds."""
-    if (master := full_master(weight)) is not None:
+    if (master := _full_master(weight)) is not None:
         return master
-    with full_value(weight) as value:
+    with _full_value(weight) as value:
         return value.clone()
 
 

@@ -39,9 +39,9 @@ def trained(stage: int, fp8: dict[str, Any], **sizes: Any) -> Any:
     return engine
 
 
-def export(folder: str, stage: int, fp8: dict[str, Any], form: str | None) -> int:
+def export(folder: str, stage: int, fp8: dict[str, Any], form: str | None, family: str = "Llama") -> int:
     """Save a checkpoint and an FP8 folder of an engine, and compare with what it yields; return the bytes gathered."""
-    engine = trained(stage, fp8)
+    engine = trained(stage, fp8, family=family)
     engine.save_checkpoint(f"{folder}/ckpt")
     engine.save_fp8_pretrained(f"{folder}/live", form)
     saved = load_file(f"{folder}/live/model.safetensors")
@@ -93,6 +93,30 @@ def test_a_folder_of_the_engine_is_that_of_its_checkpoint(
     in_fp8 = sum(tensor.numel() for tensor in live.values() if tensor.dtype == torch.float8_e4m3fn)
     is_own = form is None and "schedule" not in fp8
     assert set(gathered) == ({in_fp8} if stage == 3 and is_own else {gathered[0]})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_ranks", "stage", "fp8"),
+    [
+        (3, 3, {"optimizer": {"states": "fp8", "master": "e4m11"}}),
+        (3, 2, {"linear": {"recipe": "rowwise_with_gw_hp"}}),
+        (3, 1, {"linear": {"recipe": "blockwise"}}),
+        (1, 3, {"linear": {"recipe": "tensorwise"}}),
+        (1, 1, {"optimizer": {"states": "fp8", "master": "e4m11"}}),
+    ],
+    ids=str,
+)
+def test_qwen3_has_the_same_fp8_bytes_on_any_number_of_ranks(
+    ranks: Any, tmp_path: Path, num_ranks: int, stage: int, fp8: dict[str, Any]
+) -> None:
+    ranks(num_ranks).run(export, str(tmp_path), stage, fp8, None, "Qwen3")
+    convert(tmp_path / "ckpt", tmp_path / "out", "fp8", model=tmp_path / "live")
+    live, converted = (load_file(tmp_path / name / "model.safetensors") for name in ("live", "out"))
+    in_fp8 = [name for name, tensor in live.items() if tensor.dtype == torch.float8_e4m3fn]
+    assert live.keys() == converted.keys() and len(in_fp8) == 14
+    for name in (name for name in live if name in in_fp8 or "_scale" in name):
+        assert torch.equal(live[name].view(torch.uint8), converted[name].view(torch.uint8)), name
 
 
 @on_ranks(2)

@@ -175,6 +175,6 @@ def test_layers_that_training_held_in_bf16_stay_so_with_what_servers_join() -> N
             convert(Path(folder, "out"), Path(folder, "other"), "fp8", model=Path(folder, "model"))
         with pytest.raises(ConfigError, match="--verify: expected it with fp8"):
             convert(Path(folder, "ckpt"), Path(folder, "other"), "safetensors", verify=True)
-        with pytest.raises(ConfigError, match="--format: expected one of"):
+        with pytest.raises(ConfigError, match="form: expected one of"):
             convert(Path(folder, "ckpt"), Path(folder, "other"), "fp8", model=Path(folder, "model"), form="nvfp4")
         assert not Path(folder, "other").exists()

@@ -18,9 +18,9 @@ from fp8_ds.nn.linear.payload import ROW, TILE, Granularity, per_element
 from fp8_ds.numerics.formats import E4M3
 
 SCALE_NAMES = ("weight_scale_inv", "weight_scale")
-"""Of `quant_method` "fp8" and "compressed-tensors"."""
+"""Names of the Parameter of scales, with `quant_method` "fp8" and "compressed-tensors"."""
 _OF_SERVING = ("activation_scale", "input_scale", "output_scale", "input_zero_point", "output_zero_point")
-"""Of activations, whose scales training makes for itself."""
+"""Names of Parameters for activations, whose scales training makes for itself."""
 RECIPE_OF = {TILE: "blockwise", ROW: "rowwise"}
 """Recipe that multiplies with scales of this granularity as they are."""
 SMALLEST, LARGEST = 2.0**-100, 2.0**100

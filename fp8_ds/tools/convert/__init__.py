@@ -187,8 +187,6 @@ def _exported(
     """Return what becomes of a save for servers, and its tensors."""
     if model is None:
         raise ConfigError("--model: expected a folder with config.json for an FP8 folder, got none. Name it.")
-    if form is not None and form not in serving.FORMATS:
-        raise ConfigError(f"--format: expected one of {', '.join(serving.FORMATS)}, got {form!r}. Name one.")
     save = Save(source, tag, trust_pickle, has_own=True)
     export = serving.export_of(save.own, save.shapes, form, SavedNames.of_folder(model))
     return export, export.tensors(save.tensors(dtype=None))
