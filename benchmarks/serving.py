@@ -54,7 +54,9 @@ class Served(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None, group: int | None) -> None:
         super().__init__()
-        self.weight, self.bias, self.group = weight, bias, group
+        self.register_buffer("weight", weight)
+        self.register_buffer("bias", None if bias is None else bias.detach())
+        self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
         width = x.shape[-1]
@@ -168,14 +170,20 @@ def measure_end(run: Training, name: str, args: argparse.Namespace, folder: Path
     """Rows of one end of the training: how it was evaluated, loss, and logits beside the engine's."""
     run.engine.eval()
     loss, logits = run.evaluate(run.engine, args.held_out_tokens)
-    rows = [{"end": name, "evaluated": "the engine, FP8 linears", "loss": loss, "db": None, "loader": ""}]
+    rows: list[dict[str, Any]] = []
+
+    def keep(text: str, loss: float, db: float | None, loader: str) -> None:
+        rows.append({"end": name, "evaluated": text, "loss": loss, "db": db, "loader": loader})
+        print(rows[-1], flush=True)  # what is known if the time runs out
+
+    keep("the engine, FP8 linears", loss, None, "")
     run.engine.save_16bit_model(str(folder), "masters.bin")
     model = run.make().to(run.device, torch.bfloat16)
     model.load_state_dict(torch.load(folder / "masters.bin", weights_only=True))
 
     def add(text: str, served: Any, loader: str = "") -> None:
         its_loss, its_logits = run.evaluate(served, args.held_out_tokens)
-        rows.append({"end": name, "evaluated": text, "loss": its_loss, "db": db(logits, its_logits), "loader": loader})
+        keep(text, its_loss, db(logits, its_logits), loader)
 
     add("bf16", model.eval())
     for form in FORMS:
