@@ -129,7 +129,7 @@ class Export:
         for key, part in self.names.saved(name, codes).items():
             yield key, part
             grid = stored.granularity.grid(part.shape)
-            yield f"{key.removesuffix('weight')}{stored.scale}", scale_inv.expand(grid).contiguous()
+            yield f"{key.removesuffix('weight')}{stored.scale}", _spread(scale_inv, grid)
 
     def _scales(self, name: str, master: Tensor, stored: ServingFormat) -> tuple[Tensor, Tensor]:
         """Return (scale, scale_inv) for the weight `name`."""
@@ -149,7 +149,7 @@ class Export:
         else:
             codes = quantize(master, per_element(scale, master.shape), E4M3)
         _refuse_broken(name, scale_inv)
-        return codes, scale_inv.expand(stored.granularity.grid(master.shape)).contiguous()
+        return codes, _spread(scale_inv, stored.granularity.grid(master.shape))
 
     def quantization_config(self) -> dict[str, Any]:
         """Return the entry of config.json, with full names of what is not in FP8: vLLM takes no parts of names."""
@@ -178,6 +178,11 @@ class Export:
             "ignore": [*self.left_out, *asked_for],
             "config_groups": {"group_0": group},
         }
+
+
+def _spread(scale_inv: Tensor, grid: tuple[int, ...]) -> Tensor:
+    """Return scales as a grid of their own: safetensors refuses tensors that share memory, as matrices of a stack."""
+    return scale_inv.expand(grid).clone(memory_format=torch.contiguous_format)
 
 
 def export_of(

@@ -1,9 +1,10 @@
 """Models that transformers has loaded from FP8 folders, as an engine takes them over.
 
-On a GPU, transformers' loaders keep weights in FP8 (fp8_ds/nn/linear/stored.py): those of quant_method "fp8" in an
-FP8Linear, those of "compressed-tensors" in an nn.Linear with another forward, to be decompressed by the first call.
-Before an engine plans, `make_plain` makes nn.Linear of both, and undoes the quantizer. `as_bytes` leads weights and
-scales past DeepSpeed's casts, and `take_over` takes the scales, once it is known which weights keep their bytes.
+On a GPU, transformers' loaders keep weights in FP8 (fp8_ds/nn/moe/stored.py): those of quant_method "fp8" in an
+FP8Linear or FP8Experts, those of "compressed-tensors" in an nn.Linear with another forward, to be decompressed by the
+first call. Before an engine plans, `make_plain` makes nn.Linear and the model's own experts of them, and undoes the
+quantizer. `as_bytes` leads weights and scales past DeepSpeed's casts, and `take_over` takes the scales, once it is
+known which weights keep their bytes.
 
 Sources: transformers 5.24, integrations/finegrained_fp8.py `FP8Linear`, quantizers/base.py
 `remove_quantization_config`; compressed-tensors 0.20, quantization/lifecycle/apply.py, compressors/model_compressors.
@@ -19,8 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8_ds.engine.folder_experts import make_own, own_experts
 from fp8_ds.engine.ranks import say
-from fp8_ds.nn.linear.stored import StoredScales, is_stored, remove_scales, serving_parameters, stored_scales
+from fp8_ds.nn.linear.stored import StoredScales, is_stored, serving_parameters
+from fp8_ds.nn.moe.stored import parameters_beside, remove_beside, scales_of, stored_names
 
 _OF_FP8_LINEAR = ("has_bias", "block_size", "activation_scheme", "_hf_quantized_needs_local_tp", "_deepgemm_disabled")
 _OF_COMPRESSED = ("quantization_scheme", "quantization_status", "forward")
@@ -39,15 +42,17 @@ def is_linear_of_folder(module: nn.Module) -> bool:
 
 
 def make_plain(model: nn.Module) -> None:
-    """Make the linears of a model from an FP8 folder nn.Linear, in place, with the same Parameters.
+    """Make linears of a model from an FP8 folder nn.Linear, and experts its own class, in place.
 
-    Scales stay beside the weights, frozen. Trainer, PEFT and `save_pretrained` find a model that is not quantised. A
-    second call, and any other model, changes nothing.
+    They keep their Parameters, and scales stay beside the weights, frozen. Trainer, PEFT and `save_pretrained` find a
+    model that is not quantised. A second call, and any other model, changes nothing.
     """
-    linears = list(filter(is_stored, model.modules()))
+    experts, linears = own_experts(model), list(filter(is_stored, model.modules()))
+    for module, own in experts.items():
+        make_own(module, own)
     for module in linears:
         _make_linear(module)
-    for module in model.modules() if linears else ():
+    for module in model.modules() if linears or experts else ():
         if "hf_quantizer" in vars(module):
             _forget_quantizer(module)
 
@@ -81,9 +86,9 @@ def as_bytes(model: nn.Module) -> Iterator[None]:
     Before 0.19 it casts whatever is a floating-point number.
     """
     held = []
-    for module in filter(is_stored, model.modules()):
-        for p in (module._parameters["weight"], *serving_parameters(module)):
-            if p.dtype != torch.uint8:
+    for module, name in [(one, name) for one in model.modules() for name in stored_names(one)]:
+        for p in (module._parameters[name], *parameters_beside(module, name)):
+            if p is not None and p.dtype != torch.uint8:
                 held.append((p, p.dtype, p.requires_grad))
                 p.requires_grad_(False)
                 p.data = p.data.contiguous().view(torch.uint8)
@@ -107,13 +112,13 @@ def take_over(model: nn.Module, in_fp8: Collection[str], dtype: torch.dtype) -> 
         The scales, by id of the weight.
     """
     found: dict[int, StoredScales] = {}
-    for fqn, module in [(fqn, module) for fqn, module in model.named_modules() if is_stored(module)]:
-        weight: Any = module.weight
-        stored = stored_scales(module)
+    for fqn, module, name in [(n, one, name) for n, one in model.named_modules() for name in stored_names(one)]:
+        weight: Any = module._parameters[name]
+        stored = scales_of(module, name)
         assert stored is not None, f"{fqn} has been accepted, and its scales have changed since"
-        remove_scales(module)
+        remove_beside(module, name)
         found[id(weight)] = stored
-        if f"{fqn}.weight".lstrip(".") in in_fp8 and not weight.requires_grad:
+        if f"{fqn}.{name}".lstrip(".") in in_fp8 and not weight.requires_grad:
             weight.data = weight.data.view(torch.uint8)
         else:
             weight.data = stored.dequantize(weight.data, dtype)

@@ -1,8 +1,12 @@
-"""Small FP8 folders as servers read them, whose scales differ between blocks or rows, and models loaded from them."""
+"""Small FP8 folders as servers read them, whose scales differ between blocks or rows, and models loaded from them.
+
+Mixtures of experts have a tensor for each matrix of each expert in their files, and stacks of them in their models.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +21,13 @@ VOCABULARY = 64
 RAGGED = {"hidden_size": 128, "intermediate_size": 300, "num_attention_heads": 2, "num_key_value_heads": 1}
 WHOLE = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
 """Sizes of models: of the first, blocks are cut."""
+_OF_EXPERTS = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "num_experts_per_tok": 2}
+EXPERTS = {
+    "Mixtral": _OF_EXPERTS | {"num_local_experts": 4, "intermediate_size": 256},
+    "Qwen3Moe": _OF_EXPERTS | {"num_experts": 4, "moe_intermediate_size": 128, "intermediate_size": 256},
+}
+"""Sizes of mixtures, by family."""
+_EXPERT = re.compile(r"(.*)\.(?:block_sparse_moe|mlp)\.experts\.(\d+)\.(w1|w2|w3|gate_proj|up_proj|down_proj)\.weight")
 _BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
 
 
@@ -35,8 +46,8 @@ def write(folder: str, kind: str, sizes: dict[str, int], family: str = "Llama", 
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config).bfloat16()
     model.save_pretrained(folder)
-    tensors, generator = dict(model.state_dict()), torch.Generator().manual_seed(1)
-    for name in [name for name in tensors if "_proj" in name]:
+    tensors, generator = tensors_of(folder), torch.Generator().manual_seed(1)
+    for name in [name for name in tensors if "_proj" in name or ".experts." in name]:
         rows, cols = tensors[name].shape
         grid = (-(-rows // 128), -(-cols // 128)) if kind == "blocks" else (rows, 1)
         scale = torch.exp2(torch.randint(-13, -9, grid, generator=generator).float())
@@ -65,12 +76,31 @@ def codes_and_scales(folder: str) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def values(folder: str) -> dict[str, Tensor]:
-    """name -> codes times scales, float32, element by element."""
+    """name in the model -> codes times scales, float32, element by element; of experts the stacks."""
     found = {}
     for name, (codes, scale) in codes_and_scales(folder).items():
         row, col = torch.arange(codes.shape[0])[:, None], torch.arange(codes.shape[1])[None]
         is_row = scale.shape == (len(codes), 1)
         found[name] = codes.view(FP8).float() * (scale[row, 0] if is_row else scale[row // 128, col // 128])
+    return stacked(found)
+
+
+def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by the names of Mixtral's and Qwen3-MoE's models, [E, 2 I, H] and [E, H, I], of those in their files."""
+    found = {}
+    parts: dict[str, dict[tuple[int, str], Tensor]] = {}
+    for name, tensor in tensors.items():
+        if expert := _EXPERT.fullmatch(name):
+            layer, number, part = expert.groups()
+            part = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(part, part)
+            parts.setdefault(f"{layer}.mlp.experts.", {})[int(number), part] = tensor
+        else:
+            found[name.replace(".block_sparse_moe.", ".mlp.")] = tensor
+    for prefix, matrices in parts.items():
+        numbers = sorted({number for number, _ in matrices})
+        gate_up = [torch.cat([matrices[e, "gate_proj"], matrices[e, "up_proj"]]) for e in numbers]
+        found[f"{prefix}gate_up_proj"] = torch.stack(gate_up)
+        found[f"{prefix}down_proj"] = torch.stack([matrices[e, "down_proj"] for e in numbers])
     return found
 
 

@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from fp8_ds.config.ds_config import Config, block_of, number
+from fp8_ds.engine.folder_experts import own_experts
 from fp8_ds.engine.folder_model import is_linear_of_folder
 from fp8_ds.errors import ConfigError, UnsupportedError
-from fp8_ds.nn.linear.stored import LARGEST, SCALE_NAMES, SMALLEST, stored_scales
+from fp8_ds.nn.linear.stored import LARGEST, SCALE_NAMES, SMALLEST
+from fp8_ds.nn.moe.experts import is_stock_experts, names_beside
+from fp8_ds.nn.moe.stored import scales_of, stored_names
 from fp8_ds.tp.block_inputs import added_parameters
 from fp8_ds.tp.linears import contexts_of
 
@@ -43,8 +46,10 @@ EXPERTS = Refusal(
     'Turn "fp8.enabled" off for this model.',
 )
 STORED_IN_FP8 = Refusal(
-    "a model with weights in FP8 that are no linears with a scale for each 128 x 128 elements, or each row",
-    "scales of others (experts, whole tensors, FP8 kernels) are not read, and DeepSpeed would take codes for weights",
+    "a model with weights in FP8 that are no linears or experts (as Mixtral's) with a scale for each 128 x 128 "
+    "elements, nor linears with one for each row",
+    "scales of others (other experts, whole tensors, FP8 kernels) are not read, and DeepSpeed would take codes for "
+    "weights",
     "Load it with `dequantize=True` in its `quantization_config`, or what `fp8-ds convert FOLDER OUT --to bf16` makes "
     "of it.",
 )
@@ -137,14 +142,17 @@ def refuse_stored(model: Any, config: Config, *, is_split: bool) -> None:
     from deepspeed.runtime.pipe.module import PipelineModule
 
     scales = {}
+    own = own_experts(model)
     for fqn, module in model.named_modules():
+        is_known = module in own or is_stock_experts(module) or is_linear_of_folder(module)
+        beside = (*SCALE_NAMES, *(one for name in stored_names(module) for one in names_beside(module, name)))
         for name, p in module._parameters.items():
-            if p is None or not p.is_floating_point() or p.element_size() > 1 or name in SCALE_NAMES:
+            if p is None or not p.is_floating_point() or p.element_size() > 1 or name in beside:
                 continue
             found = f"{fqn}.{name} of a {type(module).__name__}".lstrip(".")
             if hasattr(p, "ds_id"):
                 raise STORED_AND_SHARDED.error(found)
-            stored = stored_scales(module) if name == "weight" and is_linear_of_folder(module) else None
+            stored = scales_of(module, name) if is_known else None
             if stored is None:
                 raise STORED_IN_FP8.error(found)
             scales[f"{fqn}.{name}".lstrip(".")] = (stored.scale_inv, p.requires_grad)

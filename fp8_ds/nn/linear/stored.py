@@ -7,7 +7,7 @@ makes bf16 of the weights that train, and keeps the bytes of frozen ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,9 +34,10 @@ class StoredScales:
     """Scales of one weight, as its folder has them.
 
     Attributes:
-        scale_inv: float32 grid of `granularity` (nn/linear/payload.py): a value is its code times this.
+        scale_inv: float32 grid of `granularity` (nn/linear/payload.py): a value is its code times this. A stack of
+            matrices (nn/moe/stored.py) has one grid behind the other in its first dim.
         granularity: which elements share a scale, TILE or ROW.
-        shape: of the weight.
+        shape: of the weight, or of one matrix of a stack.
         parameters: the Parameter of scales, and those beside it that are for serving alone.
     """
 
@@ -51,8 +52,12 @@ class StoredScales:
         return torch.where(self.scale_inv > 0, self.scale_inv, 1.0).reciprocal()
 
     def dequantize(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return codes (float8_e4m3fn [out, in]) times scales, rounded to float32 and then to `dtype`."""
-        return codes.float().mul_(per_element(self.scale_inv.to(codes.device), self.shape)).to(dtype)
+        """Return codes (float8_e4m3fn [out, in], or a stack) times scales, rounded to float32 and then to `dtype`."""
+        values = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+        grids = self.scale_inv.to(codes.device).split(self.granularity.grid(self.shape)[0])
+        for into, matrix, grid in zip(values.view(-1, *self.shape), codes.reshape(-1, *self.shape), grids, strict=True):
+            into.copy_(matrix.float().mul_(per_element(grid, self.shape)))
+        return values
 
     @torch.no_grad()
     def restore_(self, values: Tensor, start: int) -> None:
@@ -77,11 +82,18 @@ class StoredScales:
     def _pieces(self, values: Tensor, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield views of `values` (1-D), and the scale of each of their elements."""
         rows, cols = (size or whole for size, whole in zip(self.granularity.block, self.shape, strict=True))
-        grid = self.scale_inv.to(values.device)
+        grid, of_matrix = self.scale_inv.to(values.device), self.granularity.grid(self.shape)[0]
         for first in range(0, values.numel(), _CHUNK):
             piece = values[first : first + _CHUNK]
             place = torch.arange(start + first, start + first + piece.numel(), dtype=torch.long, device=values.device)
-            yield piece, grid[place // self.shape[1] // rows, place % self.shape[1] // cols]
+            row = place // self.shape[1]
+            grid_row = row // self.shape[0] * of_matrix + row % self.shape[0] // rows
+            yield piece, grid[grid_row, place % self.shape[1] // cols]
+
+
+def granularity_of_grid(grid: Sequence[int], shape: tuple[int, int]) -> Granularity | None:
+    """Return which elements of a matrix of `shape` share a scale where there is such a grid of them; None: unknown."""
+    return next((known for known in RECIPE_OF if known.grid(shape) == tuple(grid)), None)
 
 
 def is_stored(module: nn.Module) -> bool:
@@ -102,7 +114,7 @@ def stored_scales(module: nn.Module) -> StoredScales | None:
     weight: Any = module.weight
     scale = scale_parameter(module)
     shape = (weight.shape[0], weight.shape[1])
-    found = next((known for known in RECIPE_OF if known.grid(shape) == tuple(scale.shape)), None)
+    found = granularity_of_grid(scale.shape, shape)
     if found is None:
         return None
     return StoredScales(as_numbers(scale.detach()), found, shape, tuple(serving_parameters(module)))

@@ -24,6 +24,7 @@ from fp8_ds.nn.linear.fp8_linear import Fp8Linear, full_shape, is_bf16_here
 from fp8_ds.nn.linear.recipe import Recipe, copied_scales
 from fp8_ds.nn.linear.recipes import Bf16Recipe, TensorwiseRecipe
 from fp8_ds.nn.moe.products import Groups, grouped_linear, has_one_launch
+from fp8_ds.numerics.formats import E4M3
 from fp8_ds.ops._register import once_differentiable
 from fp8_ds.ops.swiglu import swiglu, swiglu_backward_packed
 
@@ -31,6 +32,8 @@ WEIGHTS = ("gate_up_proj", "down_proj")
 """Names of weights [E, 2 I, H], gate first, and [E, H, I]."""
 
 
+_BESIDE = ("_scale_inv", "_activation_scale")
+"""Endings of what transformers keeps beside a weight in FP8: scales that multiply, and those of activations."""
 _FLAGS = {
     "is_transposed": (False, "transposed weights"),
     "has_bias": (False, "biases"),
@@ -110,7 +113,7 @@ def is_stock_experts(module: nn.Module) -> bool:
     """Whether `module` holds experts as Mixtral's, by flags, names, shapes and text: the same on all ranks."""
     gate = getattr(type(module), "_apply_gate", None)
     return (
-        set(module._parameters) == set(WEIGHTS)
+        set(module._parameters) - {one for name in WEIGHTS for one in names_beside(module, name)} == set(WEIGHTS)
         and not module._buffers
         and set(module._modules) <= {"act_fn"}
         and callable(getattr(module, "act_fn", None))
@@ -119,6 +122,14 @@ def is_stock_experts(module: nn.Module) -> bool:
         and (gate is None or getattr(gate, "__module__", None) == _GATE_MODULE)
         and is_stock(_without_gate(type(module).forward))
     )
+
+
+def names_beside(module: nn.Module, name: str) -> list[str]:
+    """Return the names of scales beside the weight `name`, its own first, if it is in FP8 (nn/moe/stored.py)."""
+    weight = module._parameters.get(name)
+    if weight is None or weight.dtype != E4M3.torch_dtype:
+        return []
+    return [name + end for end in _BESIDE if module._parameters.get(name + end) is not None]
 
 
 def _without_gate(forward: Any) -> Any:

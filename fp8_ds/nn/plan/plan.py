@@ -16,15 +16,16 @@ from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
 from fp8_ds.nn.fused.search import by_reason
 from fp8_ds.nn.linear.fp8_linear import Fp8Conv1D, Fp8Linear, conv1d_class, full_shape, is_conv1d, replaced_forward
-from fp8_ds.nn.linear.stored import is_stored
 from fp8_ds.nn.moe import experts, products
 from fp8_ds.nn.moe.experts import is_experts, why_not
+from fp8_ds.nn.moe.stored import stored_names
 from fp8_ds.nn.plan.ends import NameFilter
 
 ForeignLinears = Mapping[type[nn.Module], type[Fp8Linear] | None]
 """Classes of linears that are no nn.Linear, each with its FP8 class; None: it stays in high precision."""
 
 _ONE_SCALE = ("tensorwise", "delayed")  # for a whole weight
+_FROZEN_EXPERTS = "frozen, with a scale for each block of an FP8 folder, and experts have one for all"
 _NOT_EXACTLY = ", not exactly nn.Linear"
 _NUM_NAMES_SHOWN = 4
 _STATE_VERSION = 1
@@ -176,7 +177,8 @@ def _decide(
     if uses[id(weight)] > 1:
         return False, "tied weight"
     is_number = weight.is_floating_point() and weight.element_size() >= 2
-    if not is_number and not is_stored(module):
+    is_stored = name in stored_names(module)
+    if not is_number and not is_stored:
         return False, f"dtype {str(weight.dtype).removeprefix('torch.')}"
     if 0 in full_shape(weight):
         return False, "empty"
@@ -184,6 +186,8 @@ def _decide(
         return False, f"{'experts' if is_experts else 'a Conv1D'}, which can be {' or '.join(_ONE_SCALE)}"
     if is_experts and foreign:
         return False, "experts under AutoTP"
+    if not weight.requires_grad and is_experts and is_stored and config.frozen == "fp8":
+        return False, _FROZEN_EXPERTS
     if not weight.requires_grad:
         return config.frozen == "fp8", "frozen"
     return True, "eligible"

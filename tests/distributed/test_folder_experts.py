@@ -1,0 +1,198 @@
+"""Mixtures of experts from FP8 folders: their own experts come back, and masters are codes times scales."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_folder_model as base
+import torch
+import training
+from support import fp8_folders
+from support.fp8_folders import EXPERTS, FP8, codes_and_scales, load, stacked, tensors_of, values
+from torch import Tensor
+
+from fp8_ds.errors import UnsupportedError
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers.integrations.finegrained_fp8")
+pytestmark = pytest.mark.distributed
+
+STACKS = ("gate_up_proj", "down_proj")
+SPLIT = {"optimizer": {"states": "fp8", "master": "e4m19"}}
+
+
+def write(folder: Any, family: str, power_of_two: bool = False, **sizes: int) -> str:
+    fp8_folders.write(str(folder), "blocks", EXPERTS[family] | sizes, family, power_of_two)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("stage", "num_ranks", "family", "fp8"),
+    [
+        (2, 2, "Mixtral", {}),
+        (3, 2, "Qwen3Moe", {}),
+        (1, 1, "Qwen3Moe", {"linear": {"recipe": "blockwise"}}),
+        (3, 2, "Mixtral", SPLIT),
+        pytest.param(1, 2, "Mixtral", {"linear": {"recipe": "delayed"}}, marks=pytest.mark.slow),
+        pytest.param(2, 1, "Qwen3Moe", {}, marks=pytest.mark.slow),
+        pytest.param(3, 1, "Mixtral", {}, marks=pytest.mark.slow),
+        pytest.param(3, 2, "Qwen3Moe", {"linear": {"recipe": "rowwise"}}, marks=pytest.mark.slow),
+        pytest.param(2, 2, "Qwen3Moe", SPLIT, marks=pytest.mark.slow),
+        pytest.param(1, 4, "Qwen3Moe", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_masters_are_codes_times_scales_and_train(
+    ranks: Any, tmp_path: Path, stage: int, num_ranks: int, family: str, fp8: dict[str, Any]
+) -> None:
+    """Also where the recipe leaves experts in bf16; a resume goes on with the masters that were saved."""
+    folder = write(tmp_path, family, power_of_two="optimizer" in fp8)
+    is_rounded = [name for name, value in values(folder).items() if not torch.equal(value, value.bfloat16().float())]
+    assert any("experts" in name for name in is_rounded) == ("optimizer" not in fp8)
+    in_bf16 = STACKS if fp8.get("linear", {}).get("recipe", "tensorwise") not in ("tensorwise", "delayed") else ()
+    ranks(num_ranks).run(base.train_all, folder, stage, fp8, in_bf16)
+
+
+def is_refused(folder: str) -> None:
+    with pytest.raises(UnsupportedError, match=r'no powers of two.*experts\.gate_up_proj.*"states": "fp32"'):
+        base.start(folder, 2, SPLIT, load_as=load_with_powers_in_linears)
+
+
+def load_with_powers_in_linears(folder: str) -> Any:
+    model = load(folder)
+    for name, p in model.named_parameters():
+        if name.endswith("_scale_inv") and "experts" not in name:
+            p.data.fill_(2.0**-10)
+    return model
+
+
+def test_split_masters_of_experts_that_would_be_rounded_are_refused(ranks: Any, tmp_path: Path) -> None:
+    ranks(1).run(is_refused, write(tmp_path, "Qwen3Moe"))
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
+def test_the_first_loss_is_that_of_the_model_transformers_dequantizes(ranks: Any, tmp_path: Path, family: str) -> None:
+    for name, power_of_two, bound in (("two", True, 0.0), ("any", False, 0.01)):
+        folder = write(tmp_path / name, family, power_of_two)
+        own, theirs = ranks(1).run(base.losses_of_both, folder, {})[0]
+        assert abs(own - theirs) <= bound, (name, own, theirs)
+
+
+def save_both(folder: str, stage: int) -> dict[str, Any]:
+    engine = base.start(folder, stage, {})
+    base.steps(engine, 1)
+    state = engine._consolidated_16bit_state_dict() if stage == 3 else engine.module.state_dict()
+    if torch.distributed.get_rank() == 0:
+        engine.module.save_pretrained(f"{folder}/bf16", state_dict=state)
+    engine.save_fp8_pretrained(f"{folder}/fp8", "fp8-block")
+    masters = training.full_masters(engine)
+    training.destroy(engine)
+    return masters
+
+
+@pytest.mark.parametrize(
+    ("family", "stage"), [("Mixtral", 2), ("Qwen3Moe", 3), pytest.param("Mixtral", 3, marks=pytest.mark.slow)]
+)
+def test_saved_folders_have_the_names_of_the_one_that_was_read(
+    ranks: Any, tmp_path: Path, family: str, stage: int
+) -> None:
+    folder = write(tmp_path, family)
+    masters = ranks(2).run(save_both, folder, stage)[0]
+    read, bf16, fp8 = tensors_of(folder), tensors_of(f"{folder}/bf16"), tensors_of(f"{folder}/fp8")
+    assert fp8.keys() == read.keys() and bf16.keys() == {name for name in read if "_scale" not in name}
+    assert all(fp8[name].dtype == read[name].dtype and fp8[name].shape == read[name].shape for name in read)
+    for name, value in stacked(bf16).items():
+        # Stage 2 shows a reader the FP8 values of a weight, stage 3's state dict is bf16 of masters.
+        error = value.float() - masters[name].bfloat16().float()
+        assert error.norm() <= (0.0 if stage == 3 else 0.05 * masters[name].norm()), name
+
+
+def there_and_back(folder: str, fp8: dict[str, Any]) -> None:
+    """Out of a training, in again without one, and out."""
+    engine = base.start(folder, 2, fp8)
+    base.steps(engine, 1)
+    engine.save_fp8_pretrained(f"{folder}/first", "fp8-block")
+    training.destroy(engine)
+    for stage, name, before in ((2, "second", "first"), (3, "third", "second")):
+        engine = base.start(f"{folder}/{before}", stage, fp8)
+        engine.save_fp8_pretrained(f"{folder}/{name}", "fp8-block")
+        training.destroy(engine)
+
+
+def without_signs_of_zeros(tensor: Tensor) -> Tensor:
+    if tensor.dtype != FP8:
+        return tensor.view(torch.uint8)
+    codes = tensor.view(torch.uint8)
+    return codes.masked_fill(codes == 0x80, 0)
+
+
+def stack_of(name: str) -> str:
+    return re.sub(r"experts\.\d+\.(gate|up|down)_proj", lambda part: f"experts.{part[1] == 'down'}", name)
+
+
+def largest_codes(folder: str, *, is_shared: bool) -> dict[str, Tensor]:
+    """name -> the largest code among those that have each scale; `is_shared`: in training experts have one for all."""
+    found: dict[str, Tensor] = {}
+    of_stack: dict[str, Tensor] = {}
+    for name, (codes, _) in codes_and_scales(folder).items():
+        tiles = [rows.float().abs().split(128, 1) for rows in codes.view(FP8).split(128)]
+        found[name] = torch.stack([torch.stack([tile.max() for tile in row]) for row in tiles])
+        of_stack[stack_of(name)] = torch.maximum(found[name].max(), of_stack.get(stack_of(name), torch.zeros(())))
+    return {name: of_stack[stack_of(name)] if is_shared else largest for name, largest in found.items()}
+
+
+@pytest.mark.parametrize("scales", ["default", "power_of_two"])
+def test_what_goes_out_in_and_out_again_has_the_same_values_and_bytes(ranks: Any, tmp_path: Path, scales: str) -> None:
+    """With scales of blocks, of masters, and with one for all experts, of training. What has 224 as its largest code
+    has 448 and half the scale the second time, and from then on. DeepSpeed gathers masters in stages 1 and 2 by a sum,
+    in which a zero has no sign.
+    """
+    folder, is_shared = write(tmp_path, "Qwen3Moe", moe_intermediate_size=256), scales != "default"
+    ranks(2).run(there_and_back, folder, {"linear": {"weight_scales": scales}} if is_shared else {})
+    names = [f"{folder}/{name}" for name in ("first", "second", "third")]
+    first, second, third = map(tensors_of, names)
+    of_experts = {float(x) for n, t in first.items() if ".experts." in n and "_scale" in n for x in t.view(-1)}
+    assert (len(of_experts) > 2) == (scales == "default")
+    assert first.keys() == second.keys() == third.keys()
+    largest, num_same = largest_codes(names[0], is_shared=is_shared), 0
+    for name, tensor in first.items():
+        assert torch.equal(without_signs_of_zeros(third[name]), without_signs_of_zeros(second[name])), name
+        if tensor.dtype != FP8:
+            continue
+        ratio = first[f"{name}_scale_inv"] / second[f"{name}_scale_inv"]
+        assert torch.equal(ratio, torch.where(largest[name] == 224, 2.0, 1.0).expand_as(ratio)), name
+        if (ratio == 1).all():
+            num_same += 1
+            assert torch.equal(without_signs_of_zeros(second[name]), without_signs_of_zeros(tensor)), name
+    assert num_same > len(largest) / 2
+    for name, value in values(names[0]).items():
+        assert torch.equal(values(names[1])[name], value), name
+    assert all(torch.equal(second[n], t) for n, t in first.items() if t.dtype == torch.bfloat16)
+
+
+def train_adapters(folder: str, stage: int) -> None:
+    import deepspeed
+
+    expected, engine = values(folder), base.start(folder, stage, base.FROZEN, lora=True, lora_on=("q_proj",))
+    plan = engine.fp8_report()["plan"]
+    assert "mlp.experts.gate_up_proj (frozen, with a scale for each block" in plan
+    first, linear = base.steps(engine, 2), "model.layers.0.self_attn.q_proj.weight"
+    found = {base.plain(name): state for name, state in training.fp8_state(engine).items()}
+    training.assert_fp8_equals(found, {n: s for n, s in codes_and_scales(folder).items() if ".experts." not in n})
+    assert linear in found and len(found) == 4
+    for name, p in engine.module.named_parameters():
+        if name.endswith(STACKS):
+            with deepspeed.zero.GatheredParameters([p]):
+                assert p.dtype == torch.bfloat16 and torch.equal(p, expected[base.plain(name)].bfloat16())
+    assert first[0] != first[1]
+    training.destroy(engine)
+
+
+@pytest.mark.parametrize(("stage", "num_ranks", "family"), [(2, 1, "Mixtral"), (3, 2, "Qwen3Moe")])
+def test_frozen_experts_are_codes_times_scales_in_bf16_beside_frozen_bytes_of_linears(
+    ranks: Any, tmp_path: Path, stage: int, num_ranks: int, family: str
+) -> None:
+    pytest.importorskip("peft")
+    ranks(num_ranks).run(train_adapters, write(tmp_path, family), stage)
