@@ -25,6 +25,7 @@ _OF_MODULE = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 _CONFIG = "config"
 """Attribute that is the model's own object in the quantizer's module, and a copy of it in that on "meta"."""
+_OF_QUANTIZER = ("_hf_quantized_needs_local_tp", "_deepgemm_disabled")
 
 
 def own_experts(model: nn.Module) -> dict[nn.Module, nn.Module]:
@@ -49,8 +50,15 @@ def own_experts(model: nn.Module) -> dict[nn.Module, nn.Module]:
 
 
 def make_own(module: Any, own: Any) -> None:
-    """Make `module`, in place and with the same Parameters, of the class of `own`; scales stay beside, frozen."""
-    kept = {name: value for name, value in vars(module).items() if name in _OF_MODULE or name == _CONFIG}
+    """Make `module`, in place and with the same Parameters, of the class of `own`; scales stay beside, frozen.
+
+    What others have noted on it stays, such as transformers, that it has its values.
+    """
+    kept = {
+        name: value
+        for name, value in vars(module).items()
+        if name in _OF_MODULE or name == _CONFIG or (name.startswith("_") and name not in _OF_QUANTIZER)
+    }
     state = {name: value for name, value in vars(own).items() if name not in _OF_MODULE}
     vars(module).clear()
     vars(module).update(state | kept)
