@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ def write(folder: Any, family: str, power_of_two: bool = False, **sizes: int) ->
         pytest.param(3, 2, "Qwen3Moe", {"linear": {"recipe": "rowwise"}}, marks=pytest.mark.slow),
         pytest.param(2, 2, "Qwen3Moe", SPLIT, marks=pytest.mark.slow),
         pytest.param(1, 4, "Qwen3Moe", {}, marks=pytest.mark.slow),
+        pytest.param(3, 2, "DeepseekV3", {}, marks=pytest.mark.slow),
     ],
 )
 def test_masters_are_codes_times_scales_and_train(
@@ -149,7 +151,8 @@ def test_what_goes_out_in_and_out_again_has_the_same_values_and_bytes(ranks: Any
     has 448 and half the scale the second time, and from then on. DeepSpeed gathers masters in stages 1 and 2 by a sum,
     in which a zero has no sign.
     """
-    folder, is_shared = write(tmp_path, "Qwen3Moe", moe_intermediate_size=256), scales != "default"
+    is_shared = scales != "default"
+    folder = write(tmp_path, "Qwen3Moe", moe_intermediate_size=128 if is_shared else 256)
     ranks(2).run(there_and_back, folder, {"linear": {"weight_scales": scales}} if is_shared else {})
     names = [f"{folder}/{name}" for name in ("first", "second", "third")]
     first, second, third = map(tensors_of, names)
@@ -170,6 +173,43 @@ def test_what_goes_out_in_and_out_again_has_the_same_values_and_bytes(ranks: Any
     for name, value in values(names[0]).items():
         assert torch.equal(values(names[1])[name], value), name
     assert all(torch.equal(second[n], t) for n, t in first.items() if t.dtype == torch.bfloat16)
+
+
+def write_compressed(folder: Path) -> None:
+    fp8_folders.write(str(folder), "rows", EXPERTS["Qwen3Moe"], "Qwen3Moe")
+    common = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": common | {"strategy": "channel", "dynamic": False},
+        "input_activations": common | {"strategy": "token", "dynamic": True},
+    }
+    quantized = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+        "config_groups": {"group_0": group},
+    }
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantized}))
+
+
+def train_compressed(folder: str) -> None:
+    expected, engine = values(folder), base.start(folder, 2, {}, load_as=lambda folder: load(folder, torch.float32))
+    masters = training.full_masters(engine)
+    for name, value in expected.items():
+        assert torch.equal(masters[name], value.bfloat16().float() if ".experts." in name else value), name
+    base.steps(engine, 1)
+    training.destroy(engine)
+
+
+def test_experts_of_compressed_tensors_start_from_bf16_and_linears_from_codes_times_scales(
+    ranks: Any, tmp_path: Path
+) -> None:
+    """By its own package: transformers de-quantises these experts as it loads them, in the model's dtype."""
+    pytest.importorskip("compressed_tensors")
+    write_compressed(tmp_path)
+    ranks(1).run(train_compressed, str(tmp_path))
 
 
 def train_adapters(folder: str, stage: int) -> None:

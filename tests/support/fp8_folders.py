@@ -25,6 +25,10 @@ _OF_EXPERTS = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_head
 EXPERTS = {
     "Mixtral": _OF_EXPERTS | {"num_local_experts": 4, "intermediate_size": 256},
     "Qwen3Moe": _OF_EXPERTS | {"num_experts": 4, "moe_intermediate_size": 128, "intermediate_size": 256},
+    "DeepseekV3": _OF_EXPERTS
+    | {"n_routed_experts": 4, "moe_intermediate_size": 128, "intermediate_size": 256, "first_k_dense_replace": 0}
+    | {"n_group": 1, "topk_group": 1, "num_key_value_heads": 2, "q_lora_rank": 128, "kv_lora_rank": 128}
+    | {"qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64},
 }
 """Sizes of mixtures, by family."""
 _EXPERT = re.compile(r"(.*)\.(?:block_sparse_moe|mlp)\.experts\.(\d+)\.(w1|w2|w3|gate_proj|up_proj|down_proj)\.weight")
