@@ -31,6 +31,7 @@ from fp8_ds.nn.linear.payload import Granularity, granularity_of, per_element
 from fp8_ds.nn.plan.plan import LayerPlan, Plan
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.numerics.masters import BY_NAME, MasterFormat, encode
+from fp8_ds.numerics.scale import MANTISSA_BITS
 from fp8_ds.ops.blockwise import BLOCK
 from fp8_ds.ops.quantize import quantize
 
@@ -46,6 +47,7 @@ _TOGETHER = (
 _HEADS = ("lm_head", "embed_out", "score", "classifier", "qa_outputs", "v_head")
 """Linears that servers do not quantise."""
 _EXPERTS = ".experts"
+_MINUS_ZERO = 0x80
 _ASKED_FOR = ("0.gate_proj", "0.up_proj", "0.down_proj")
 """Names below a layer's experts by which vLLM asks whether compressed-tensors leaves them out, whatever they are."""
 
@@ -137,7 +139,8 @@ class Export:
             scale_inv = self.scale_inv[name].float()
             return scale_inv.reciprocal(), scale_inv
         used = self.own if self.is_own else replace(stored.granularity, is_pow2=True)
-        return used.scales(used.amax(master.reshape(-1), master.shape))
+        amax = used.amax(master.reshape(-1), master.shape)
+        return used.scales(amax if self.is_own else _as_code(amax))
 
     def _quantized(
         self, name: str, master: Tensor, stored: ServingFormat, scales: tuple[Tensor, Tensor] | None = None
@@ -148,6 +151,9 @@ class Export:
             codes = encode(master, self.master, scale_inv)[0].view(E4M3.torch_dtype)
         else:
             codes = quantize(master, per_element(scale, master.shape), E4M3)
+        if not self.is_own:  # a gather of masters that is a sum knows no signs of zeros
+            bits = codes.view(torch.uint8)
+            bits.masked_fill_(bits == _MINUS_ZERO, 0)
         _refuse_broken(name, scale_inv)
         return codes, _spread(scale_inv, stored.granularity.grid(master.shape))
 
@@ -178,6 +184,14 @@ class Export:
             "ignore": [*self.left_out, *asked_for],
             "config_groups": {"group_0": group},
         }
+
+
+def _as_code(amax: Tensor) -> Tensor:
+    """Round largest magnitudes to E4M3's four bits, so that scales are those which the codes themselves would get."""
+    dropped = MANTISSA_BITS - E4M3.mantissa_bits
+    bits = amax.view(torch.int32)
+    rounded = bits + (1 << (dropped - 1)) - 1 + ((bits >> dropped) & 1) >> dropped << dropped
+    return torch.where(amax.isfinite(), rounded.view(torch.float32), amax)
 
 
 def _spread(scale_inv: Tensor, grid: tuple[int, ...]) -> Tensor:

@@ -21,7 +21,7 @@ MAX_SCALE = 2.0**126
 
 
 MANTISSA_BITS = 23  # of float32
-_MANTISSA = (1 << MANTISSA_BITS) - 1
+MANTISSA = (1 << MANTISSA_BITS) - 1
 
 
 _STATE = ("amax_history", "scale", "scale_inv", "amax_local")
@@ -116,7 +116,7 @@ def exponent_rule(fp8_max: float) -> tuple[int, int]:
     """Return (carry, shift): with `carry` added to an amax's bits, the biased exponent less `shift` is scale_inv's."""
     mantissa, exponent = math.frexp(fp8_max)  # in [0.5, 1): one bit more than the stored fraction
     largest_fraction = int((2 * mantissa - 1) * (1 << MANTISSA_BITS))
-    return _MANTISSA - largest_fraction, exponent - 1
+    return MANTISSA - largest_fraction, exponent - 1
 
 
 def pow2_scale(amax: Tensor, fp8_max: float) -> tuple[Tensor, Tensor]:

@@ -7,13 +7,14 @@ their scales.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
-from torch import nn
+from torch import Tensor, nn
 
 from fp8_ds.comm.collectives import ByteCounter
 from fp8_ds.config import Fp8Config
@@ -77,6 +78,13 @@ class Fp8Context:
         """Weights that this engine quantises: not the frozen ones that came in FP8."""
         frozen = self.frozen
         return {name: p for name, p in self.weights.items() if name not in frozen or id(p) not in self.stored}
+
+    def first_scales(self, parameters: Iterable[nn.Parameter]) -> dict[int, Tensor]:
+        """Return scale_inv of those of `parameters` that came in FP8 with scales as this engine's, by index."""
+        is_pow2 = self.granularity.is_pow2 or self.config.optimizer.states == "fp8"
+        own, stored = replace(self.granularity, is_pow2=is_pow2), [self.stored.get(id(p)) for p in parameters]
+        grids = {index: one.as_grid(own) for index, one in enumerate(stored) if one is not None}
+        return {index: grid for index, grid in grids.items() if grid is not None}
 
 
 def split_lp_params(optimizer: Any, include: Any, device: Any) -> tuple[Any, bool, Any]:

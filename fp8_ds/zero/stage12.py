@@ -107,9 +107,9 @@ class Fp8ZeroStage12(Fp8AccessStage12):
 
     def _fp8_make_quantizer(self: Any, context: Fp8Context, device: torch.device) -> Any:
         """Make the holder of the scale vectors. Overridden for split masters."""
-        shapes = [p.shape for p in self._fp8_flat_order(context)]
-        granularity = context.granularity
-        return WeightQuantizer(self.dp_process_group, shapes, granularity, device, context.history, context.counter)
+        weights, granularity = self._fp8_flat_order(context), context.granularity
+        common = device, context.history, context.counter, context.first_scales(weights)
+        return WeightQuantizer(self.dp_process_group, [p.shape for p in weights], granularity, *common)
 
     def _fp8_flat_order(self: Any, context: Fp8Context) -> list[Any]:
         """Return the FP8 weights in the order of the scale vectors: groups, then flat order."""

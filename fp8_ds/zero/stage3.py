@@ -63,9 +63,10 @@ class Fp8ZeroStage3:
 
     def _fp8_make_quantizer(self: Any, context: Fp8Context, device: torch.device) -> Any:
         """Make the holder of the scale vectors. This and the next are overridden for split masters."""
-        shapes = [p.ds_shape for p in context.quantized.values()]  # type: ignore[attr-defined]
-        granularity = context.granularity
-        return WeightQuantizer(self.dp_process_group, shapes, granularity, device, context.history, context.counter)
+        weights, granularity = context.quantized.values(), context.granularity
+        shapes = [p.ds_shape for p in weights]  # type: ignore[attr-defined]
+        common = device, context.history, context.counter, context.first_scales(weights)
+        return WeightQuantizer(self.dp_process_group, shapes, granularity, *common)
 
     @torch.no_grad()
     def _fp8_restore_stored(self: Any) -> None:

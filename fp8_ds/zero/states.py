@@ -8,7 +8,7 @@ fp8_ds/engine/seams.py.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,12 +51,20 @@ class Fp8States:
         self._fp8_inexact: list[str] = []
         super().fp8_init(context)  # type: ignore[misc]
 
-    def _fp8_make_scales(self: Any, names: list[str], values: list[Tensor], device: torch.device) -> SplitQuantizer:
-        """Make the scales of FP8 weights from this rank's parts of their `values`, in the same order."""
+    def _fp8_make_scales(
+        self: Any, names: list[str], values: list[Tensor], device: torch.device, first: Mapping[int, Tensor]
+    ) -> SplitQuantizer:
+        """Make the scales of FP8 weights from this rank's parts of their `values`, in the same order.
+
+        `first`: scale_inv, by index, of weights that came in FP8.
+        """
         self._fp8_scale_names = names
         num_extra = 0 if self._fp8.history is None else self._fp8.history.amax_local.numel()
         scales = PredictedScales(len(names), device, self.dp_process_group, num_extra)
-        scales.set(reduced_amaxes(scales.num, list(enumerate(values)), self.dp_process_group, device))
+        scale_inv = torch.zeros(scales.num, dtype=torch.float32, device=device)  # 0: no scale
+        for index, stored in first.items():
+            scale_inv[index] = stored
+        scales.set(reduced_amaxes(scales.num, list(enumerate(values)), self.dp_process_group, device), scale_inv)
         self._fp8_scales: PredictedScales = scales
         return SplitQuantizer(scales, self._fp8_format)
 

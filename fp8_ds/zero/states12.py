@@ -66,7 +66,8 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
 
     def _fp8_make_quantizer(self: Any, context: Fp8Context, device: torch.device) -> Any:
         weights = self._fp8_flat_order(context)
-        return self._fp8_make_scales([self._fp8_names[id(p)] for p in weights], [p.data for p in weights], device)
+        names, first = [self._fp8_names[id(p)] for p in weights], context.first_scales(weights)
+        return self._fp8_make_scales(names, [p.data for p in weights], device, first)
 
     def _fp8_set_shards(self: Any) -> None:
         """Point every shard at where its bytes lie (again, after an offload or reload has moved them)."""

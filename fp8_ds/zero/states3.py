@@ -91,7 +91,7 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
     def _fp8_make_quantizer(self: Any, context: Fp8Context, device: torch.device) -> Any:
         weights: Any = context.quantized
         values = [p.ds_tensor.data[: num_real(p)] for p in weights.values()]
-        return self._fp8_make_scales(list(weights), values, device)
+        return self._fp8_make_scales(list(weights), values, device, context.first_scales(weights.values()))
 
     def _fp8_fill(self: Any, device: torch.device) -> None:
         self._fp8_shards.owner = self

@@ -7,7 +7,7 @@ flat masters are tensors of no size.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +50,7 @@ class WeightQuantizer:
         granularity: which elements of a weight share a scale.
         history: amax histories of the recipe `delayed`, else None.
         counter: counts the all-reduces.
+        first: scale_inv, by index of the weight, that the first `refresh` takes: of weights that came in FP8.
 
     Attributes:
         scale, scale_inv: lists of num_weights float32 views: the grid of each weight (see nn/linear/payload.py),
@@ -64,8 +65,10 @@ class WeightQuantizer:
         device: torch.device,
         history: AmaxHistory | None,
         counter: ByteCounter,
+        first: Mapping[int, Tensor] | None = None,
     ) -> None:
         self.group = group
+        self._first = dict(first or {})
         self.history = history
         self.counter = counter
         self.granularity = granularity
@@ -127,6 +130,10 @@ class WeightQuantizer:
         scale, scale_inv = self.granularity.scales(self._amax[: self._num_scales])
         self._scales.index_copy_(0, self._scale_at, scale)
         self._scales_inv.index_copy_(0, self._scale_at, scale_inv)
+        while self._first:
+            index, stored = self._first.popitem()
+            self.scale_inv[index].copy_(stored)
+            torch.reciprocal(self.scale_inv[index], out=self.scale[index])
         if self._cast is None:
             self._cast = MultiTensorQuantize([self._cast_part(index, part) for index, part in self._parts], E4M3)
         self._cast()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fp8_ds.nn.linear.payload import ROW, TILE, Granularity, per_element
 from fp8_ds.numerics.formats import E4M3
+from fp8_ds.numerics.scale import MANTISSA
 
 SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 """Names of the Parameter of scales, with `quant_method` "fp8" and "compressed-tensors"."""
@@ -58,6 +59,20 @@ class StoredScales:
         for into, matrix, grid in zip(values.view(-1, *self.shape), codes.reshape(-1, *self.shape), grids, strict=True):
             into.copy_(matrix.float().mul_(per_element(grid, self.shape)))
         return values
+
+    def as_grid(self, granularity: Granularity) -> Tensor | None:
+        """Return these scales as the grid of a weight that trains with such of `granularity`; None: by no such rule.
+
+        With them its first bytes are the folder's. Made of codes times scales, scales may be others: bytes of which the
+        largest is 224 would be twice as large, and float32 rounds what is no power of two.
+        """
+        flat = self.scale_inv.reshape(-1)
+        are_pow2 = bool((flat.view(torch.int32) & MANTISSA == 0).all())
+        if bool((flat <= 0).any()) or are_pow2 != granularity.is_pow2:
+            return None
+        if granularity.is_tensor:
+            return flat[0] if bool((flat == flat[0]).all()) else None
+        return self.scale_inv if granularity.block == self.granularity.block else None
 
     @torch.no_grad()
     def restore_(self, values: Tensor, start: int) -> None:
