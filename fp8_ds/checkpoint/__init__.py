@@ -25,7 +25,7 @@ def iter_fp8_tensors(engine: Any, form: str | None = None) -> Iterator[tuple[str
             one that keeps the bytes that training computes with.
 
     Raises:
-        UnsupportedError: nothing is in FP8, a rank has only a part of the model, or the model cannot be exported.
+        UnsupportedError: nothing is in FP8, or the model cannot be exported.
         CheckpointError: an FP8 weight is not finite; on all ranks, when it is its turn.
     """
     if not hasattr(engine, "fp8_tensors"):

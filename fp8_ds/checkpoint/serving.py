@@ -7,6 +7,10 @@ that are powers of two.
 
 A layer's experts are matrices of their own, as in the model's own files, all of them in FP8 or none.
 
+Parts of tensor-parallel ranks have scales of their own. Joined they are the whole's where its scales are as fine: a
+scale a row for what is split by rows, blocks for what is split between blocks. Else the whole is quantised from its
+master, too.
+
 Sources: vllm 0.33, model_executor/layers/quantization/utils/fp8_utils.py `requant_weight_ue8m0_inplace`,
 utils/quant_utils.py `is_layer_skipped`, compressed_tensors/compressed_tensors_moe.py `get_moe_method`; sglang 0.5.23,
 srt/layers/quantization/fp8_utils.py.
@@ -21,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8_ds.checkpoint.fp8_folder import BLOCKS, ROWS, ServingFormat
+from fp8_ds.checkpoint.fp8_folder import BLOCKS, ROWS
+from fp8_ds.checkpoint.parts import Layout
 from fp8_ds.checkpoint.saved_names import SavedNames
 from fp8_ds.checkpoint.state import master_of
 from fp8_ds.config import ScheduleConfig
@@ -61,101 +66,108 @@ class Export:
         others: names of those that stay bf16.
         own: which elements share a scale in training.
         master: format of the masters, of which split ones have the codes as their upper part.
-        scale_inv: scales of split masters at the save, by names of weights; others follow from largest magnitudes.
+        scale_inv: scales of split masters at the save, by names of weights, of each tensor-parallel rank; others follow
+            from largest magnitudes.
         form: "fp8-block" or "compressed-tensors".
         names: names of tensors in the folder.
         left_out: names that modules have in the folder which are not in FP8 and could be.
         matrices: shapes of the folder's FP8 weights, by name.
+        layouts: how parts are joined, by names of tensors of which tensor-parallel ranks have parts.
     """
 
     layers: Mapping[str, LayerPlan]
     others: tuple[str, ...]
     own: Granularity
     master: MasterFormat
-    scale_inv: Mapping[str, Tensor]
+    scale_inv: tuple[Mapping[str, Tensor], ...]
     form: str
     names: SavedNames
     left_out: tuple[str, ...]
     matrices: Mapping[str, tuple[int, ...]]
+    layouts: Mapping[str, Layout]
 
-    @property
-    def is_own(self) -> bool:
-        """Whether the bytes are those that training computes with."""
-        return _holds(self.form, self.own)
+    def is_own(self, name: str) -> bool:
+        """Whether the bytes of the FP8 weight `name` are those that training computes with."""
+        return _holds(self.form, self.own, self.layouts.get(name))
 
     def describe(self) -> str:
         """Say in a line whose the bytes are, and what stays bf16."""
         has_experts = any(row.num_experts for row in self.layers.values())
-        what = f"{len(self.layers)} {'linears and weights of experts' if has_experts else 'linears'}"
-        if self.is_own:
-            text = f"{self.form}: {what} with the bytes that training computes with"
-        else:
-            kept = next(name for name in FORMATS if _holds(name, self.own))
-            text = (
-                f"{self.form}: {what}, quantised from their masters by powers of two, other bytes "
-                f"than training's, which --format {kept} keeps"
-            )
+        num, kind = len(self.layers), "linears and weights of experts" if has_experts else "linears"
+        num_own = sum(map(self.is_own, self.layers))
+        text = f"{self.form}: {num} {kind}"
+        if num_own:
+            text += f"{'' if num_own == num else f', {num_own} of them'} with the bytes that training computes with"
+        if num_own < num:
+            whose = f"{num - num_own}, of whose parts it does not hold the scales, " if num_own else ""
+            text += f", {whose}quantised from their masters by powers of two"
+            kept = {name: _num_held(name, self.own, self.layers, self.layouts) for name in FORMATS}
+            best = max(kept, key=lambda name: kept[name])
+            if kept[best] == num:
+                text += f", other bytes than training's, which --format {best} keeps"
+            else:
+                text += ", other bytes than training's"
+                text += f"; --format {best} keeps those of {kept[best]}" if kept[best] > num_own else ""
         return f"{text}; in bf16: {', '.join(self.others) or 'no linear'}"
 
-    def tensors(self, masters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, masters: Iterable[tuple[str, Sequence[Tensor]]]) -> Iterator[tuple[str, Tensor]]:
         """Yield what the folder holds of all tensors, as `saved` does.
 
         Args:
             masters: all tensors of the checkpoint, by name; float32 where training has masters.
         """
-        for name, master in masters:
-            yield from self.saved(name, master)
+        for name, parts in masters:
+            yield from self.saved(name, parts)
 
-    def saved(self, name: str, master: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield what the folder holds of one tensor: codes [out, in] and scales of FP8 weights, else bf16 of floats."""
-        if name not in self.layers:
-            yield from self.names.saved(name, master.bfloat16() if master.is_floating_point() else master).items()
+    def saved(self, name: str, parts: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield what the folder holds of one tensor: codes [out, in] and scales of FP8 weights, else bf16 of floats.
+
+        Args:
+            parts: the tensor; of one in `layouts` those of all ranks, or, if all have the whole, at least one.
+        """
+        if name in self.layers and self.is_own(name):
+            yield from self.stored(name, [self.own_bytes(name, part, rank) for rank, part in enumerate(parts)])
             return
-        stored, master = FORMATS[self.form], master.float()
-        scales = self._scales(name, master, stored) if self.is_own else None  # of all experts
-        for key, part in self.names.saved(name, master).items():
-            codes, scale_inv = self._quantized(name, part, stored, scales)
-            yield key, codes
+        whole = self.layouts[name].join(parts) if name in self.layouts else parts[0]
+        if name not in self.layers:
+            yield from self.names.saved(name, whole.bfloat16() if whole.is_floating_point() else whole).items()
+            return
+        stored = FORMATS[self.form]
+        used = replace(stored.granularity, is_pow2=True)
+        for key, matrix in self.names.saved(name, whole.float()).items():
+            scale, scale_inv = used.scales(_as_code(used.amax(matrix.reshape(-1), matrix.shape)))
+            _refuse_broken(name, scale_inv)
+            codes = quantize(matrix, per_element(scale, matrix.shape), E4M3).view(torch.uint8)
+            codes.masked_fill_(codes == _MINUS_ZERO, 0)  # a gather of masters that is a sum knows no signs of zeros
+            yield key, codes.view(E4M3.torch_dtype)
             yield f"{key.removesuffix('weight')}{stored.scale}", scale_inv
 
-    def stored(self, name: str, codes: Tensor, scale_inv: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def stored(self, name: str, parts: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield what the folder holds of an FP8 weight whose form it keeps (`is_own`).
 
         Args:
-            codes: float8_e4m3fn of the weight's shape, of training.
-            scale_inv: its grid of scales there, float32.
+            parts: (codes, float8_e4m3fn, scale_inv, its grid of scales, float32) of training; see `saved`.
         """
         stored = FORMATS[self.form]
+        codes, scale_inv = parts[0]
+        if (layout := self.layouts.get(name)) is not None:
+            codes = layout.join([part.view(torch.uint8) for part, _ in parts]).view(E4M3.torch_dtype)
+            scale_inv = layout.join_scales([grid for _, grid in parts], stored.granularity, self.own)
         _refuse_broken(name, scale_inv)
-        scale_inv = scale_inv.view(1, 1) if self.own.is_tensor else scale_inv
-        for key, part in self.names.saved(name, codes).items():
-            yield key, part
-            grid = stored.granularity.grid(part.shape)
+        scale_inv = scale_inv if scale_inv.dim() else scale_inv.view(1, 1)
+        for key, matrix in self.names.saved(name, codes).items():
+            yield key, matrix
+            grid = stored.granularity.grid(matrix.shape)
             yield f"{key.removesuffix('weight')}{stored.scale}", _spread(scale_inv, grid)
 
-    def _scales(self, name: str, master: Tensor, stored: ServingFormat) -> tuple[Tensor, Tensor]:
-        """Return (scale, scale_inv) for the weight `name`."""
-        if self.is_own and self.master.is_split:
-            scale_inv = self.scale_inv[name].float()
-            return scale_inv.reciprocal(), scale_inv
-        used = self.own if self.is_own else replace(stored.granularity, is_pow2=True)
-        amax = used.amax(master.reshape(-1), master.shape)
-        return used.scales(amax if self.is_own else _as_code(amax))
-
-    def _quantized(
-        self, name: str, master: Tensor, stored: ServingFormat, scales: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return codes and scales of a matrix of the weight `name`; `scales`: those of the whole weight."""
-        scale, scale_inv = self._scales(name, master, stored) if scales is None else scales
-        if self.is_own and self.master.is_split:
-            codes = encode(master, self.master, scale_inv)[0].view(E4M3.torch_dtype)
-        else:
-            codes = quantize(master, per_element(scale, master.shape), E4M3)
-        if not self.is_own:  # a gather of masters that is a sum knows no signs of zeros
-            bits = codes.view(torch.uint8)
-            bits.masked_fill_(bits == _MINUS_ZERO, 0)
-        _refuse_broken(name, scale_inv)
-        return codes, _spread(scale_inv, stored.granularity.grid(master.shape))
+    def own_bytes(self, name: str, master: Tensor, rank: int = 0) -> tuple[Tensor, Tensor]:
+        """Return (codes, scale_inv), as training has them, of an FP8 weight or of the part of it that `rank` has."""
+        master = master.float()
+        if self.master.is_split:
+            scale_inv = self.scale_inv[rank][name].float()
+            return encode(master, self.master, scale_inv)[0].view(E4M3.torch_dtype), scale_inv
+        scale, scale_inv = self.own.scales(self.own.amax(master.reshape(-1), master.shape))
+        return quantize(master, per_element(scale, master.shape), E4M3), scale_inv
 
     def quantization_config(self) -> dict[str, Any]:
         """Return the entry of config.json, with full names of what is not in FP8: vLLM takes no parts of names."""
@@ -200,24 +212,32 @@ def _spread(scale_inv: Tensor, grid: tuple[int, ...]) -> Tensor:
 
 
 def export_of(
-    state: Mapping[str, Any], shapes: Mapping[str, Any], form: str | None, names: SavedNames | None = None
+    state: Mapping[str, Any],
+    shapes: Mapping[str, Any],
+    form: str | None,
+    names: SavedNames | None = None,
+    layouts: Mapping[str, Layout] | None = None,
+    other_ranks: Sequence[Mapping[str, Any]] = (),
 ) -> Export:
     """Return what is made of a checkpoint whose own state is `state` (checkpoint/state.py).
 
     Args:
-        shapes: of the trainable parameters, by name.
-        form: a name in FORMATS; None: the one that keeps training's bytes, and of both fp8-block where all sizes are
-            multiples of 128.
+        shapes: of the trainable parameters, by name; of whole ones.
+        form: a name in FORMATS; None: the one that keeps training's bytes, or those of more weights, and of both
+            fp8-block where all sizes are multiples of 128.
         names: names of tensors in the folder. None: those of training.
+        layouts: how the parts of tensor-parallel ranks are joined, by names of trainable parameters.
+        other_ranks: own states of the other tensor-parallel ranks.
 
     Raises:
         ConfigError: there is no such form.
-        UnsupportedError: no linear is in FP8 but Conv1D; or some are that are frozen, or held in another way by the
-            model's files; or the model's files join weights.
+        UnsupportedError: no linear is in FP8 but Conv1D; or some are that are frozen, on some ranks only, or held in
+            another way by the model's files; or the model's files join weights.
     """
     if form is not None and form not in FORMATS:
         raise ConfigError(f"form: expected one of {', '.join(FORMATS)}, got {form!r}. Name one.")
-    config, plan, names = state["config"], Plan.from_state(state["plan"]), names or SavedNames()
+    config, names, layouts = state["config"], names or SavedNames(), layouts or {}
+    plan = _whole_plan(state, layouts, other_ranks)
     known = {**names.shapes, **shapes}
     shaped = [*known.items(), *((row.weight_name, row.shape) for row in plan.layers)]
     if names.model is None and (stacked := [name for name, shape in shaped if len(shape) > 2 and _experts_of(name)]):
@@ -243,13 +263,40 @@ def export_of(
     own = granularity_of(linear.get("recipe", "tensorwise"), is_split=is_split, is_pow2=is_pow2)
     if form is None:
         fits = all(size % BLOCK == 0 for shape in matrices.values() for size in shape)
-        form = "fp8-block" if _holds("fp8-block", own) and (fits or not _holds("compressed-tensors", own)) else ""
-        form = form or "compressed-tensors"
+        held = {name: _num_held(name, own, [row.weight_name for row in rows], layouts) for name in FORMATS}
+        form = max(FORMATS, key=lambda name: (held[name], _holds(name, own), (name == "fp8-block") == fits))
     others = [row for row in plan.layers if row.fqn not in in_fp8]
     left_out = _left_out(known, others, {row.weight_name for row in rows}, beside)
     modules = tuple(key.removesuffix(".weight") for pair in left_out.items() for key in _shapes_in(names, *pair))
-    fqns, scale_inv = tuple(row.fqn for row in others), state["scale_inv"] if is_split else {}
-    return Export({row.weight_name: row for row in rows}, fqns, own, master, scale_inv, form, names, modules, matrices)
+    fqns, layers = tuple(row.fqn for row in others), {row.weight_name: row for row in rows}
+    scale_inv = tuple(one.get("scale_inv", {}) if is_split else {} for one in (state, *other_ranks))
+    return Export(layers, fqns, own, master, scale_inv, form, names, modules, matrices, layouts)
+
+
+def _whole_plan(
+    state: Mapping[str, Any], layouts: Mapping[str, Layout], other_ranks: Iterable[Mapping[str, Any]]
+) -> Plan:
+    """Return the plan of the whole model.
+
+    Raises:
+        UnsupportedError: a rank has another layer in FP8.
+    """
+    plan = Plan.from_state(state["plan"])
+    own = {row.fqn: row.converted for row in plan.layers}
+    for other in other_ranks:
+        theirs = {row.fqn: row.converted for row in Plan.from_state(other["plan"]).layers}
+        if odd := sorted(fqn for fqn in own | theirs if own.get(fqn) != theirs.get(fqn)):
+            raise UnsupportedError(
+                f"convert: expected the same layers in FP8 on all tensor-parallel ranks, got {odd[0]}, which is so on "
+                "some. Leave it in bf16 (fp8.linear.filter_fqns), or convert to safetensors."
+            )
+    rows = []
+    for row in plan.layers:
+        layout = layouts.get(row.weight_name)
+        if layout is not None and layout.dim is not None:
+            row = replace(row, out_features=layout.shape[0], in_features=layout.shape[1])
+        rows.append(row)
+    return Plan(tuple(rows))
 
 
 def _refuse_broken(name: str, scale_inv: Tensor) -> None:
@@ -326,11 +373,17 @@ def _refuse_parts_and_frozen(rows: Iterable[LayerPlan], shapes: Mapping[str, Any
             )
 
 
-def _holds(form: str, own: Granularity) -> bool:
-    """Whether `form` can hold the bytes of weights whose scales are `own`."""
+def _holds(form: str, own: Granularity, layout: Layout | None = None) -> bool:
+    """Whether `form` can hold the bytes of weights whose scales, or those of parts by `layout`, are `own`."""
     if form == "fp8-block":
-        return own.is_pow2 and (own.is_tensor or own.block == (BLOCK, BLOCK))
-    return own.is_tensor or own.is_row
+        can = own.is_pow2 and (own.is_tensor or own.block == (BLOCK, BLOCK))
+    else:
+        can = own.is_tensor or own.is_row
+    return can and (layout is None or layout.holds(FORMATS[form].granularity))
+
+
+def _num_held(form: str, own: Granularity, weights: Iterable[str], layouts: Mapping[str, Layout]) -> int:
+    return sum(_holds(form, own, layouts.get(name)) for name in weights)
 
 
 def _in_bf16(config: Mapping[str, Any], precision: Mapping[str, Any] | None, names: Collection[str]) -> frozenset[str]:

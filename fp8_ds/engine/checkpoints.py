@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -10,13 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed import comm as ds_comm
-from deepspeed.checkpoint.constants import (
-    PARAMETER_WITH_ROW_PARALLELISM_PATTERNS,
-    TP_REPLICATED_PARAMETER_PATTERNS,
-    UNIVERSAL_CHECKPOINT_INFO,
-    UNIVERSAL_CHECKPOINT_VERSION_KEY,
-    UNIVERSAL_CHECKPOINT_VERSION_VALUE,
-)
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 
@@ -34,6 +26,7 @@ from fp8_ds.engine import serving
 from fp8_ds.engine.checking import Load, checked
 from fp8_ds.engine.compat.model import refuse_one_ranks_part
 from fp8_ds.engine.deepspeed_fixes import correct_tp_degree
+from fp8_ds.engine.parts import universal_info
 from fp8_ds.engine.presets import go_on_as_trained
 from fp8_ds.engine.ranks import say, tell_all
 from fp8_ds.engine.saving import save_whole
@@ -265,22 +258,3 @@ class BeforeStateDict:
                 "fp8: module.state_dict() gives de-quantised FP8 weights; engine.save_checkpoint and "
                 "engine.save_16bit_model give bf16 of the masters"
             )
-
-
-def universal_info(module: nn.Module) -> Mapping[str, Any]:
-    """Return the entry of the model file by which ds_to_universal.py joins shards; empty for a whole model.
-
-    It has patterns of parameters that are whole on every rank, and of those that are sharded along their input (dim 1);
-    all others are sharded along dim 0. Source: deepspeed/checkpoint/ds_to_universal.py, merge_tp_slices (0.19.8).
-    """
-    if not contexts_of(module):
-        return {}
-    whole, by_input = [], []
-    for name, p in module.named_parameters():
-        if p.requires_grad and not getattr(p, "tensor_model_parallel", False):
-            whole.append(f"^{re.escape(name)}$")
-        elif p.requires_grad and p.partition_dim == 1:  # type: ignore[attr-defined]
-            by_input.append(f"^{re.escape(name)}$")
-    patterns = {TP_REPLICATED_PARAMETER_PATTERNS: whole, PARAMETER_WITH_ROW_PARALLELISM_PATTERNS: by_input}
-    version = {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE}
-    return {UNIVERSAL_CHECKPOINT_INFO: version | patterns}

@@ -7,6 +7,7 @@ import copy
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,28 @@ from fp8_ds.checkpoint.model_folder import configuration_files, write_tensors
 from fp8_ds.checkpoint.saved_names import SavedNames, transformers_class
 from fp8_ds.checkpoint.serving import Export, export_of
 from fp8_ds.checkpoint.state import save_state
-from fp8_ds.engine.compat.model import refuse_one_ranks_part
+from fp8_ds.engine.parts import TensorParallelParts
 from fp8_ds.engine.ranks import say, tell_all
 from fp8_ds.errors import CheckpointError, ConfigError, Fp8DsError, UnsupportedError
-from fp8_ds.nn.linear.fp8_linear import full_shape
 
 _WIDTH = 300
 
 
-def export_of_engine(engine: Any, form: str | None, what: str) -> Export:
+@dataclass(frozen=True)
+class EngineExport:
+    """How the model of an engine leaves: `export`, and what gathers parts of tensor-parallel ranks for it."""
+
+    export: Export
+    parts: TensorParallelParts
+
+
+def export_of_engine(engine: Any, form: str | None, what: str) -> EngineExport:
     """Return how the model of `engine` leaves in the form `form` for `what`, a function that is named in errors.
 
+    Collective where tensor parallelism shards the model.
+
     Raises:
-        UnsupportedError: nothing is in FP8, this rank has a part of the model, or it holds what is not written yet.
+        UnsupportedError: nothing is in FP8, or the model holds what is not written yet.
     """
     if engine.fp8 is None:
         raise UnsupportedError(f"{what}: expected linears in FP8, got none. Save the model as without fp8_ds.")
@@ -43,35 +53,42 @@ def export_of_engine(engine: Any, form: str | None, what: str) -> Export:
             f"{what}: expected a whole model, got stages of a pipeline, whose names are not the model's. Use "
             "engine.save_checkpoint and `fp8-ds convert --to universal`, and load that without a pipeline."
         )
-    refuse_one_ranks_part(engine.module, engine.autotp_size(), what)
     if hasattr(engine.module, "peft_config") or getattr(engine.module, "_hf_peft_config_loaded", False):
         raise UnsupportedError(
             f"{what}: expected a model without adapters, got one of peft. Save the adapters by their own "
             "save_pretrained, merge them into the model (merge_and_unload), and export that."
         )
-    shapes = {name: full_shape(p) for name, p in engine.module.named_parameters() if p.requires_grad}
+    parts = TensorParallelParts(engine, what)
     names = SavedNames.of_module(engine.module)
     if names.model is None:
         say(f"fp8: {what}: names of tensors are those of the model, for the engine has {names.reason}")
-    return export_of(save_state(engine.fp8), shapes, form, names)
+    state = save_state(engine.fp8)
+    return EngineExport(export_of(state, parts.shapes, form, names, parts.layouts, parts.other_ranks), parts)
 
 
-def tensors_of(engine: Any, export: Export) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of `export` on the engine's device, one parameter gathered at a time; each tensor once."""
+def tensors_of(engine: Any, made: EngineExport) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of an export on the engine's device, one parameter gathered at a time; each tensor once."""
+    export, parts = made.export, made.parts
     for name, tensor in _named_tensors(engine.module):
         if not isinstance(tensor, nn.Parameter):
-            yield from export.saved(name, tensor)
-        elif hasattr(tensor, "_fp8") and name in export.layers and export.is_own:
-            with _full_codes(engine.optimizer, tensor) as codes:
-                if codes is not None:
-                    yield from export.stored(name, codes, tensor._fp8.scale_inv)
-                    continue
-            yield from export.saved(name, _master(tensor))
+            yield from export.saved(name, [tensor])
+        elif hasattr(tensor, "_fp8") and name in export.layers and export.is_own(name):
+            yield from _stored(engine, made, name, tensor)
         elif hasattr(tensor, "_fp8"):
-            yield from export.saved(name, _master(tensor))
+            yield from export.saved(name, parts.gather(name, _master(tensor)))
         else:
             with _full_value(tensor) as value:
-                yield from export.saved(name, value)
+                yield from export.saved(name, parts.gather(name, value))
+
+
+def _stored(engine: Any, made: EngineExport, name: str, weight: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield what the folder has of an FP8 weight whose bytes it keeps."""
+    export, parts = made.export, made.parts
+    with _full_codes(engine.optimizer, weight) as codes:
+        if codes is not None:
+            yield from export.stored(name, parts.gather_fp8(name, codes, weight._fp8.scale_inv, export.own))
+            return
+    yield from export.stored(name, parts.gather_fp8(name, *export.own_bytes(name, _master(weight)), export.own))
 
 
 @contextmanager
@@ -146,9 +163,10 @@ def save_folder(engine: Any, folder: Path, form: str | None) -> None:
             f"{what}: expected a model of transformers, whose config.json servers need, got {type(engine.module)}. Use "
             "engine.save_checkpoint and `fp8-ds convert --to fp8 --model FOLDER`."
         )
-    export = export_of_engine(engine, form, what)
+    made = export_of_engine(engine, form, what)
+    export = made.export
     folder, is_writer = folder.resolve(), ds_comm.get_rank() == 0
-    staging, tensors = folders.beside(folder, folders.INCOMPLETE), tensors_of(engine, export)
+    staging, tensors = folders.beside(folder, folders.INCOMPLETE), tensors_of(engine, made)
 
     def write() -> None:
         if is_writer:

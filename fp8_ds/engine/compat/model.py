@@ -335,8 +335,8 @@ def refuse_one_ranks_part(module: Module, autotp_size: int, what: str) -> None:
     if contexts_of(module):
         raise UnsupportedError(
             f"{what}: expected a whole model, got one that fp8_ds.tp.parallelize has sharded; it would hold one rank's "
-            "part. Use engine.save_checkpoint and `fp8-ds convert --to universal`, load that without parallelize, and "
-            "export there."
+            "part. Use engine.save_checkpoint and `fp8-ds convert --to safetensors`, which joins the parts, or "
+            "engine.save_fp8_pretrained."
         )
     if autotp_size > 1:
         raise UnsupportedError(

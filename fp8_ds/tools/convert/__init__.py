@@ -21,8 +21,8 @@ from fp8_ds.checkpoint.folders import GLOBAL_STATE, TENSORS
 from fp8_ds.checkpoint.saved_names import SavedNames
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.tools.convert import universal
-from fp8_ds.tools.convert.save import MODEL_FILES, WHOLE_REMEDY, Save, num_parts, run_ds_to_universal, tags_in
-from fp8_ds.tools.convert.universal import read_file, shapes_in, tensor_in
+from fp8_ds.tools.convert.save import MODEL_FILES, Save, layouts_in, run_ds_to_universal, tags_in
+from fp8_ds.tools.convert.universal import read_file, tensor_in
 
 Kind = Literal["deepspeed", "universal", "safetensors", "fp8"]
 
@@ -188,8 +188,9 @@ def _exported(
     if model is None:
         raise ConfigError("--model: expected a folder with config.json for an FP8 folder, got none. Name it.")
     save = Save(source, tag, trust_pickle, has_own=True)
-    export = serving.export_of(save.own, save.shapes, form, SavedNames.of_folder(model))
-    return export, export.tensors(save.tensors(dtype=None))
+    first, *others = save.own
+    export = serving.export_of(first, save.shapes, form, SavedNames.of_folder(model), save.layouts, others)
+    return export, export.tensors(save.parts())
 
 
 def _write_universal(
@@ -226,15 +227,12 @@ def _readers(kind: Kind, source: Path, dtype: torch.dtype) -> Mapping[str, Calla
 
 def _of_universal(source: Path, trust_pickle: bool) -> Iterator[tuple[str, Tensor]]:
     universal.check_universal(source, trust_pickle)
-    files = sorted(source.glob(MODEL_FILES))
-    if num_parts(source) != 1:
-        raise UnsupportedError(f"convert: expected one tensor-parallel rank, got {len(files)} files. {WHOLE_REMEDY}")
-    state = read_file(files[0], trust_pickle)
+    state = read_file(min(source.glob(MODEL_FILES)), trust_pickle)
     if frozen := state.get("frozen_param_fragments"):
         raise UnsupportedError(
             f"convert: expected trainable weights only in a universal checkpoint, got frozen ones too "
             f"({next(iter(frozen))}), which ds_to_universal.py leaves out. Convert the DeepSpeed checkpoint instead."
         )
-    for name, shape in shapes_in(state, files[0]).items():
+    for name, shape in layouts_in(source, trust_pickle)[0].items():
         content = read_file(source / "zero" / name / TENSORS[0], trust_pickle, "cpu")
         yield name, tensor_in(content).reshape(shape).to(torch.bfloat16)

@@ -7,18 +7,19 @@ are given a folder of links.
 from __future__ import annotations
 
 import argparse
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from deepspeed.checkpoint import constants
 from torch import Tensor
 
 from fp8_ds.checkpoint import folders
 from fp8_ds.checkpoint.folders import GLOBAL_STATE
+from fp8_ds.checkpoint.parts import INFO, Layout, layouts_of, without_info
 from fp8_ds.checkpoint.state import CHECKPOINT_KEY, LEFT_OUT_KEY, master_of
 from fp8_ds.errors import CheckpointError, ConfigError, Fp8DsError, UnsupportedError
 from fp8_ds.numerics.masters import BY_NAME
@@ -26,7 +27,7 @@ from fp8_ds.tools.convert.universal import read_file, refuse_damage, shapes_in
 
 _PATTERN_SIGNS = frozenset("*?[(){}+^$|\\")
 """Signs of globs and regular expressions, which DeepSpeed's converter makes of names."""
-WHOLE_REMEDY = "Load a universal checkpoint of it without tensor parallelism, and call engine.save_16bit_model there."
+_PART = re.compile(r"mp_rank_(\d+)")
 MODEL_FILES, _LAYER_FILES = "*mp_rank_*_model_states.pt", "layer_*-model_states.pt"
 
 
@@ -88,7 +89,44 @@ def _staged_save(
 
 def num_parts(folder: Path) -> int:
     """Count the tensor-parallel ranks and pipeline stages."""
-    return len({path.name.split("mp_rank_")[1] for path in folder.glob(MODEL_FILES)})
+    return len(_files_of_parts(folder))
+
+
+def _files_of_parts(folder: Path) -> list[list[Path]]:
+    """Return the files of each tensor-parallel rank, or pipeline stage, that has a model file, by its number."""
+    found: dict[int, list[Path]] = {}
+    for path in sorted(folder.iterdir()):
+        if match := _PART.search(path.name):
+            found.setdefault(int(match[1]), []).append(path)
+    return [files for _, files in sorted(found.items()) if any(path.match(MODEL_FILES) for path in files)]
+
+
+def layouts_in(folder: Path, trust_pickle: bool) -> tuple[dict[str, Any], dict[str, Layout]]:
+    """Return the whole shapes of the trainable parameters, and how parts of tensor-parallel ranks are joined, by name.
+
+    Args:
+        folder: with model files; of one rank, and of such as `layouts_of` can join.
+    """
+    files = [_model_file(part) for part in _files_of_parts(folder)]
+    models = [read_file(path, trust_pickle) for path in files]
+    if len(models) > 1 and not models[0].get(INFO):
+        raise without_info()
+    shapes = [shapes_in(model, path) for model, path in zip(models, files, strict=True)]
+    if len(models) == 1:
+        return shapes[0], {}
+    if any(own.keys() != shapes[0].keys() for own in shapes):
+        raise UnsupportedError(
+            "convert: expected the same parameters in the model files of all ranks, got others, as those of a "
+            "pipeline's stages, whose names are not the model's. Export with your own names."
+        )
+    if frozen := models[0].get(constants.FROZEN_PARAM_SHAPES):
+        raise UnsupportedError(
+            f"convert: expected trained weights only from tensor-parallel ranks, got frozen ones ({next(iter(frozen))})"
+            ", of which nothing says how they are joined. Load a universal checkpoint of it into the whole model, and "
+            "export that."
+        )
+    layouts = layouts_of(models[0].get(INFO), shapes)
+    return {name: layout.shape for name, layout in layouts.items()}, layouts
 
 
 def _find_save(source: Path, tag: str | None) -> Path:
@@ -126,8 +164,10 @@ class Save:
         has_own: whether to read our own state, too.
 
     Attributes:
-        own: our own state, with scales of split masters on the CPU; empty without `has_own`.
-        shapes: of the trainable parameters, by name.
+        own: our own states, of each tensor-parallel rank, with scales of split masters on the CPU; empty without
+            `has_own`.
+        shapes: of the trainable parameters, by name; of whole ones.
+        layouts: how the parts of tensor-parallel ranks are joined, by name; empty if there is one rank.
 
     Raises:
         ConfigError, CheckpointError: as `_staged_save` does.
@@ -135,34 +175,55 @@ class Save:
     """
 
     def __init__(self, source: Path, tag: str | None, trust_pickle: bool, has_own: bool = False) -> None:
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
         with _staged_save(source, tag, trust_pickle) as (staged, model, _):
-            _refuse_parts(staged, model)
-            file = min(staged.glob(MODEL_FILES))
-            self.own = _own_state(model, file, trust_pickle) if has_own else {}
-            self.shapes = shapes_in(model, file) if has_own else {}
-            self._lazy = get_fp32_state_dict_from_zero_checkpoint(str(staged.parent), staged.name, lazy_mode=True)
+            _refuse_stages_and_left_out(staged, model)
+            parts = _files_of_parts(staged)
+            self.shapes, self.layouts = layouts_in(staged, trust_pickle)
+            self.own = [_own_state(_model_file(part), trust_pickle) for part in parts] if has_own else []
+            self._lazy = [_joined_by_zero(staged.parent / f"part_{i}", part) for i, part in enumerate(parts)]
 
-    def tensors(self, dtype: torch.dtype | None = torch.bfloat16) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors, floating ones in `dtype`; None: as DeepSpeed joins them."""
+    def parts(self) -> Iterator[tuple[str, list[Tensor]]]:
+        """Yield the tensors as DeepSpeed joins them over data-parallel ranks: of one in parts those of all ranks."""
         written: set[int] = set()
-        for name, lazy in self._lazy.items():
+        for name, lazy in self._lazy[0].items():
             if id(lazy) not in written:  # of a tied weight one name is enough, as in save_pretrained
                 written.add(id(lazy))
-                tensor = lazy if isinstance(lazy, Tensor) else lazy.contiguous()
-                # Buffers may be integers.
-                yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+                is_whole = name not in self.layouts or self.layouts[name].dim is None
+                found = [own[name] for own in self._lazy[: 1 if is_whole else None]]
+                yield name, [one if isinstance(one, Tensor) else one.contiguous() for one in found]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the whole tensors, floating ones in bf16."""
+        for name, parts in self.parts():
+            tensor = self.layouts[name].join(parts) if name in self.layouts else parts[0]
+            yield name, tensor.bfloat16() if tensor.is_floating_point() else tensor  # buffers may be integers
 
 
-def _refuse_parts(staged: Path, model: Mapping[str, Any]) -> None:
+def _model_file(part: list[Path]) -> Path:
+    return next(path for path in part if path.match(MODEL_FILES))
+
+
+def _joined_by_zero(folder: Path, files: list[Path]) -> Mapping[str, Any]:
+    """Return the tensors of a tensor-parallel rank, joined over its data-parallel ranks on access.
+
+    Args:
+        folder: to be made for links.
+    """
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    folder.mkdir()
+    for path in files:
+        (folder / path.name).symlink_to(path.resolve())
+    found: Mapping[str, Any] = get_fp32_state_dict_from_zero_checkpoint(str(folder.parent), folder.name, lazy_mode=True)
+    return found
+
+
+def _refuse_stages_and_left_out(staged: Path, model: Mapping[str, Any]) -> None:
     if any(staged.glob(_LAYER_FILES)):
         raise UnsupportedError(
             "convert: expected no pipeline stages, got a PipelineModule's, whose names are those of its stages. "
             "Convert it to universal, or export with your own names."
         )
-    if num_parts(staged) > 1:
-        raise UnsupportedError(f"convert: expected one tensor-parallel rank, got several. {WHOLE_REMEDY}")
     if left_out := model.get(CHECKPOINT_KEY, {}).get(LEFT_OUT_KEY):
         raise UnsupportedError(
             f"convert: expected a checkpoint of all weights, got one without {len(left_out)} frozen ones, "
@@ -171,8 +232,8 @@ def _refuse_parts(staged: Path, model: Mapping[str, Any]) -> None:
         )
 
 
-def _own_state(model: Mapping[str, Any], file: Path, trust_pickle: bool) -> Mapping[str, Any]:
-    state: Mapping[str, Any] | None = model.get(CHECKPOINT_KEY)
+def _own_state(file: Path, trust_pickle: bool) -> Mapping[str, Any]:
+    state: Mapping[str, Any] | None = read_file(file, trust_pickle).get(CHECKPOINT_KEY)
     if not state:
         raise UnsupportedError(
             "convert: expected a checkpoint of an engine with FP8, which says what was in FP8, got one without. "
@@ -196,12 +257,8 @@ def run_ds_to_universal(source: Path, tag: str | None, out: Path, trust_pickle: 
     with _staged_save(source, tag, trust_pickle) as (staged, model, names):
         layers = [path.name.split("-")[0] for path in staged.glob(_LAYER_FILES)]
         are_whole = num_parts(staged) == 1 or (bool(layers) and len(set(layers)) == len(layers))
-        if not are_whole and not model.get(constants.UNIVERSAL_CHECKPOINT_INFO):
-            raise UnsupportedError(
-                f"convert: expected {constants.UNIVERSAL_CHECKPOINT_INFO!r} in model files, by which parts of "
-                "tensor-parallel ranks are joined, got none. Save it again with this fp8_ds, or with that entry in "
-                "client_state."
-            )
+        if not are_whole and not model.get(INFO):
+            raise without_info()
         if odd := sorted(name for name in names if set(name) & _PATTERN_SIGNS):
             raise UnsupportedError(
                 "convert: expected names of parameters that DeepSpeed's converter finds again, without any of "

@@ -77,7 +77,7 @@ def test_a_conv1d_stays_bf16_with_square_weights_that_could_be_one_and_is_named(
     export = export_of(state, shapes, None)
     left = {"layers.0.mlp.up_proj", "layers.0.mlp.gate_proj", "layers.0.square", "lm_head"}
     assert set(export.others) == set(export.quantization_config()["ignore"]) == left
-    assert dict(export.tensors([("layers.0.mlp.up_proj.weight", torch.ones(128, 384))])).keys() == {
+    assert dict(export.tensors([("layers.0.mlp.up_proj.weight", [torch.ones(128, 384)])])).keys() == {
         "layers.0.mlp.up_proj.weight"
     }
     shapes["layers.0.mlp.up_proj.weight"] = (384, 128)
@@ -114,7 +114,7 @@ def test_experts_of_a_layer_are_in_fp8_all_or_none_and_the_router_never(left: li
     in_fp8 = {name.removesuffix(".weight") for name in export.matrices}
     assert in_fp8 == {"model.layers.0.self_attn.o_proj"} | (set() if left else matrices)
     master = torch.ones(2, 512, 128)
-    found = dict(export.tensors([("model.layers.0.mlp.experts.gate_up_proj", master)]))
+    found = dict(export.tensors([("model.layers.0.mlp.experts.gate_up_proj", [master])]))
     assert len(found) == (4 if left else 8) and all(name.startswith(experts) for name in found)
 
 
@@ -122,7 +122,7 @@ def test_masters_that_are_not_finite_are_refused_and_zeros_have_a_scale() -> Non
     export = export_of(state_of(linear={"recipe": "rowwise"}), SHAPES, None)
     master = torch.ones(256, 128)
     master[3] = 0
-    _, (name, scale) = export.tensors([("layers.0.attn.q_proj.weight", master)])
+    _, (name, scale) = export.tensors([("layers.0.attn.q_proj.weight", [master])])
     assert name == "layers.0.attn.q_proj.weight_scale" and bool((scale > 0).all())
     with pytest.raises(CheckpointError, match=r"q_proj.*expected finite"):
-        list(export.tensors([("layers.0.attn.q_proj.weight", master.log())]))
+        list(export.tensors([("layers.0.attn.q_proj.weight", [master.log()])]))

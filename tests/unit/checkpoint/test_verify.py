@@ -44,7 +44,11 @@ def written(folder: Path, form: str) -> Path:
         name: per_tile(*shape, generator) if len(shape) == 2 else torch.ones(shape)
         for name, shape in made.names.shapes.items()
     }
-    save_file(dict(made.tensors(masters.items())), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        dict(made.tensors((name, [master]) for name, master in masters.items())),
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     text = with_quantization(folder / "config.json", made.quantization_config())
     assert text is not None
     (folder / "config.json").write_text(text)
