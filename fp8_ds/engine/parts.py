@@ -16,7 +16,7 @@ from deepspeed.checkpoint.constants import (
     UNIVERSAL_CHECKPOINT_VERSION_KEY,
     UNIVERSAL_CHECKPOINT_VERSION_VALUE,
 )
-from deepspeed.utils import groups
+from deepspeed.module_inject.layers import TensorParallel_Layer
 from torch import Tensor, nn
 
 from fp8_ds.checkpoint.parts import Layout, Shape, layouts_of
@@ -63,7 +63,7 @@ class TensorParallelParts:
             UnsupportedError: parts cannot be joined, or there are frozen weights.
         """
         module, self._device = engine.module, engine.device
-        self.group = _group_of(engine)
+        self.group = _group_of(module)
         self.shapes: dict[str, Shape] = {
             name: tuple(full_shape(p)) for name, p in module.named_parameters() if p.requires_grad
         }
@@ -121,7 +121,9 @@ class TensorParallelParts:
         return list(zip(self.gather(name, codes), self.gather(name, scale_inv, grids), strict=True))
 
 
-def _group_of(engine: Any) -> dist.ProcessGroup | None:
-    if contexts := contexts_of(engine.module):
-        return contexts[0].group
-    return groups.get_tensor_model_parallel_group() if engine.autotp_size() > 1 else None
+def _group_of(module: nn.Module) -> dist.ProcessGroup | None:
+    """Return the group over which `parallelize` or AutoTP has sharded `module`; None: it is whole."""
+    found: list[Any] = [tp.group for tp in contexts_of(module)]
+    found += [layer.mp_group for layer in module.modules() if isinstance(layer, TensorParallel_Layer)]
+    group = next((one for one in found if one is not None), None)
+    return None if group is None or dist.get_world_size(group) == 1 else group

@@ -80,7 +80,7 @@ def _staged_save(
         except (AssertionError, FileNotFoundError, IndexError, KeyError, RuntimeError, ValueError) as error:
             if isinstance(error, Fp8DsError) or "inline_container" in str(error):  # the latter is a full disk
                 raise
-            said = str(error).rstrip(".").replace(str(staged), str(folder))
+            said = re.sub(rf"{re.escape(place)}/\w+", lambda _: str(folder), str(error).rstrip("."))
             raise CheckpointError(
                 f"convert: expected the files of all ranks in {folder}, got some that DeepSpeed cannot join "
                 f"({type(error).__name__}: {said}). Copy the checkpoint again, if a file is missing."
