@@ -42,8 +42,16 @@ def start(
     load_as: Any = load,
     lora_on: tuple[str, ...] = ("q_proj", "down_proj"),
 ) -> Any:
-    """An engine whose optimizer is given all Parameters of the model, those of scales as well, some as a group."""
+    """An engine whose optimizer is given all Parameters of the model, those of scales as well, some as a group.
+
+    In stage 3 blocks are loaded as by Trainer, where transformers makes a model that is not quantised in `zero.Init`.
+    """
+    from transformers.integrations import HfDeepSpeedConfig
+
+    config = training.ds_config(stage, fp8)
+    told = HfDeepSpeedConfig(config) if stage == 3 and fp8_folders.is_quantized(folder) else None
     model = load_as(folder)
+    del told  # it counts as long as it lives
     if lora:
         import peft
 
@@ -53,7 +61,7 @@ def start(
     scales = [p for name, p in model.named_parameters() if "scale" in name]
     first = [p for name, p in model.named_parameters() if "scale" not in name] + scales[:1]
     groups = [{"params": group} for group in (first, scales[1:]) if group]
-    return training.start(model, training.ds_config(stage, fp8), model_parameters=groups)
+    return training.start(model, config, model_parameters=groups)
 
 
 def train_all(folder: str, stage: int, fp8: dict[str, Any], in_bf16: tuple[str, ...] = ()) -> None:

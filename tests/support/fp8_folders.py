@@ -117,13 +117,18 @@ def as_on_a_gpu() -> Iterator[None]:
         yield
 
 
+def is_quantized(folder: str) -> bool:
+    """Whether transformers' own quantizer reads the folder: blocks, or rows with compressed-tensors."""
+    return "quantization_config" in json.loads(Path(folder, "config.json").read_text())
+
+
 def load(folder: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     """The model as transformers loads the folder on a GPU; compressed-tensors, which need not be here, by hand."""
     import transformers
 
     with as_on_a_gpu():
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    if "quantization_config" not in json.loads(Path(folder, "config.json").read_text()):
+    if not is_quantized(folder):
         _compress(model, codes_and_scales(folder))
     return model
 
