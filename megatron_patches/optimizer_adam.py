@@ -12,7 +12,7 @@ from torch import Tensor
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.numerics.predicted import PredictedScales
 from fp8_ds.ops.adamw import AdamShard
-from fp8_ds.optim.adamw import Fp8AdamW
+from fp8_ds.optim.base import AdamOptimizer, check_group
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.states import MOMENTS, Flat, Piece, allocate_lo, read_dense, write_dense
 
@@ -24,7 +24,7 @@ _STEP_IS_OF_GROUPS = distrib_optimizer.HAVE_APEX_OR_TE
 """Whether Megatron's Adam counts steps in its param groups (FusedAdam) or states (torch). Checkpoints follow that."""
 
 
-class MegatronFp8AdamW(Fp8AdamW):
+class MegatronFp8AdamW(AdamOptimizer):
     """AdamW or Adam with FP8 moments in the place of FusedAdam; Megatron's optimizers say what it works on (`hold`).
 
     Gradients are read from `decoupled_grad`, just as by a precision-aware FusedAdam.
@@ -51,12 +51,11 @@ class MegatronFp8AdamW(Fp8AdamW):
     ) -> None:
         self.master = master
         self.is_sharded = False
-        super().__init__(params, lr, betas, eps, weight_decay, decoupled=adam_w_mode, seed=seed, check_finite=False)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "master": None}
+        super().__init__(params, defaults, decoupled=adam_w_mode, seed=seed)
         for group in self.param_groups:
+            check_group(group)
             group["bias_correction"] = True  # FusedAdam reads it in each step, from the groups that it has loaded
-
-    def _build(self) -> None:
-        """Do nothing: Megatron passes other tensors than those that it will have updated."""
 
     def hold(self, shards: Sequence[AdamShard], scales: PredictedScales | None, device: torch.device) -> None:
         """Update `shards` from now on: one for each tensor in the param groups, in their order.
@@ -141,7 +140,7 @@ class MegatronFp8AdamW(Fp8AdamW):
 
         A distributed optimizer gets no moments: it asks for them by parameter.
         """
-        if self._core is None:
+        if not self.has_core:
             return super().state_dict()
         num_steps = self.num_steps
         self.core.follow(self.param_groups)
@@ -174,7 +173,7 @@ class MegatronFp8AdamW(Fp8AdamW):
             ValueError: groups or parameters differ in number, or a number is out of its range.
             UnsupportedError: steps differ from parameter to parameter.
         """
-        if self._core is None:
+        if not self.has_core:
             return  # DistributedOptimizer.__init__ has put shards into the groups and loads what it has just read
         state = {i: dict(entry) for i, entry in state_dict["state"].items() if isinstance(i, int)}
         groups = [dict(group) for group in state_dict["param_groups"]]

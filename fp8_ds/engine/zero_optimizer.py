@@ -18,7 +18,7 @@ from fp8_ds.engine import deepspeed_fixes
 from fp8_ds.engine.compat.config import no_release
 from fp8_ds.engine.ranks import say
 from fp8_ds.errors import UnsupportedError
-from fp8_ds.optim.adamw import Fp8AdamW
+from fp8_ds.optim.zero_adamw import ZeroAdamW
 from fp8_ds.zero.reduce import Fp8ReduceStage3, Fp8ReduceStage12
 from fp8_ds.zero.release import Fp8ReleaseStage3, Fp8ReleaseStage12
 from fp8_ds.zero.stage import Fp8Context
@@ -54,7 +54,7 @@ _MIXINS: dict[type, _Mixins] = {
 def build_zero(engine: Any, optimizer: Any, build: Callable[[Any], Any]) -> tuple[Any, type]:
     """Build DeepSpeed's ZeRO optimizer over `optimizer`; return it, not retyped yet, and its class in DeepSpeed.
 
-    With FP8 states an Fp8AdamW takes `optimizer` over first, and becomes `engine.basic_optimizer`.
+    With FP8 states a ZeroAdamW takes `optimizer` over first, and becomes `engine.basic_optimizer`.
 
     Raises:
         ConfigError: gradients cannot be released here.
@@ -64,7 +64,7 @@ def build_zero(engine: Any, optimizer: Any, build: Callable[[Any], Any]) -> tupl
     if settings.states == "fp32":
         zero = build(optimizer)
     else:
-        engine.basic_optimizer = optimizer = Fp8AdamW.take_over(optimizer, seed=settings.seed)
+        engine.basic_optimizer = optimizer = ZeroAdamW(optimizer, seed=settings.seed)
         releases = settings.releases(engine.gradient_clipping())
         if releases:
             check_release(engine)

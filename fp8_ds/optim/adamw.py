@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import math
-import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.nn.linear.parameter import retype
 from fp8_ds.nn.linear.payload import Fp8Payload
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.numerics.masters import BF16_8, BY_NAME, FP32, MasterFormat
-from fp8_ds.numerics.predicted import PredictedScales, check_betas
+from fp8_ds.numerics.predicted import PredictedScales
 from fp8_ds.ops.adamw import AdamShard
+from fp8_ds.optim.base import AdamOptimizer, check_group
 from fp8_ds.optim.core import AdamCore
-from fp8_ds.optim.param_state import ParamState, absorb_state, amax_of, checked_state
-from fp8_ds.optim.states import MOMENTS, Flat, Piece, allocate_lo, dense_flat, write_first
+from fp8_ds.optim.param_state import ParamState, amax_of, checked_state
+from fp8_ds.optim.states import Flat, Piece, allocate_lo, write_first
 from fp8_ds.optim.user_writes import overwrite, write_low
 
-SMALLEST_EPS = 1e-30
-"""The smallest eps; its reciprocal is a normal float32."""
 
-
-class Fp8AdamW(torch.optim.Optimizer):
+class Fp8AdamW(AdamOptimizer):
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101) or, with `decoupled=False`, Adam with L2 decay.
 
     A parameter's master weight follows from its dtype: float32 is its own master; bf16 gets 8 more bits ("bf16_8").
@@ -58,9 +52,6 @@ class Fp8AdamW(torch.optim.Optimizer):
             given twice.
     """
 
-    is_dense = False
-    """Set by the ZeRO optimizer while DeepSpeed works on dense states, which are absorbed afterwards."""
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -74,59 +65,12 @@ class Fp8AdamW(torch.optim.Optimizer):
         check_finite: bool = True,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "master": None}
-        self.decoupled = decoupled
-        self.seed = seed
+        super().__init__(params, defaults, decoupled=decoupled, seed=seed)
         self.check_finite = check_finite
-        self._core: AdamCore | None = None
         self._params: list[ParamState] = []
-        self._is_managed = False
-        super().__init__(params, defaults)
         for group in self.param_groups:
-            _check_group(group)
+            check_group(group)
         self._build()
-
-    @classmethod
-    def take_over(cls, client: torch.optim.Optimizer, *, seed: int = 0) -> Fp8AdamW:
-        """Make an optimizer in place of `client`, for a ZeRO optimizer to `manage`, with the list
-        `client.param_groups`.
-
-        Args:
-            client: torch's Adam or AdamW, or DeepSpeed's FusedAdam, that has not stepped yet.
-
-        Raises:
-            UnsupportedError: `client` is another optimizer, or has an option that FP8 states do not have.
-        """
-        new = cls.__new__(cls)
-        new._core = None
-        new._params = []
-        torch.optim.Optimizer.__init__(new, [{"params": []}], dict(client.defaults))
-        new.param_groups = client.param_groups
-        new.decoupled = _is_decoupled(client)
-        new.seed = seed
-        new.check_finite = False
-        new._is_managed = True
-        if any(client.state.values()):
-            raise UnsupportedError(
-                "fp8.optimizer.states: expected an optimizer that has not stepped, got one with state. Pass it fresh, "
-                "and load its state as a checkpoint."
-            )
-        for group in new.param_groups:
-            _check_group(group)
-        client._opt_called = True  # type: ignore[attr-defined]  # the client's scheduler must not miss its steps
-        return new
-
-    @property
-    def core(self) -> AdamCore:
-        assert self._core is not None, "no parameters"
-        return self._core
-
-    def manage(self, core: AdamCore) -> None:
-        """Work on the shards of a ZeRO optimizer."""
-        self._core = core
-
-    def flat_params(self) -> list[Any]:
-        """Return the tensors in the param groups, in the order of rows."""
-        return [p for group in self.param_groups for p in group["params"]]
 
     def _build(self) -> None:
         """Make masters for all parameters; retype bf16 ones of groups with FP8 masters."""
@@ -146,13 +90,14 @@ class Fp8AdamW(torch.optim.Optimizer):
             )
             flats.append(Flat(row, p.numel(), [Piece(0, shard)]))
             index += fmt.is_fp8
-        self._core = AdamCore(flats, [g for _, g, _ in chosen], scales, device, self.decoupled, self.seed)
+        core = AdamCore(flats, [g for _, g, _ in chosen], scales, device, self.decoupled, self.seed)
+        self.manage(core)
         amaxes = [amax_of(p.detach()) for p, _, fmt in chosen if fmt.is_fp8]
         if amaxes:
             scales.set(torch.stack(amaxes))
         for (p, _, fmt), flat in zip(chosen, flats, strict=True):
             self._adopt(p, flat.pieces[0].shard, fmt, scales)
-        self._params = [ParamState(self._core, row, p) for row, (p, _, _) in enumerate(chosen)]
+        self._params = [ParamState(core, row, p) for row, (p, _, _) in enumerate(chosen)]
 
     def _follow(self) -> None:
         """Update masters and moments to changes of parameters and of `state`; the groups must be the same."""
@@ -203,30 +148,9 @@ class Fp8AdamW(torch.optim.Optimizer):
         kept = overwrite(shard.hi, flat, scales, shard.scale_index, shard.fmt)
         write_low(shard, flat, kept, scales.scale_inv)
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise UnsupportedError(
-            "Fp8AdamW: expected to be saved by state_dict(), got a copy or a pickle of the object, whose parameters "
-            "would no longer be those that hold its masters. Build another one and load the state_dict."
-        )
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch's optimizers do, before the optimizer is built.
-
-        Raises:
-            UnsupportedError: the optimizer is built already.
-        """
-        if self._core is not None:
-            raise UnsupportedError(
-                "Fp8AdamW.add_param_group: expected all groups at construction, got another one. Make a new optimizer "
-                "and load the state_dict of this one for the parameters they share."
-            )
-        super().add_param_group(param_group)
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient. Under ZeRO it raises RuntimeError, for the engine steps them."""
-        if self._is_managed:
-            raise RuntimeError("Fp8AdamW.step: expected to be called by nobody under ZeRO. Call engine.step().")
+        """Update all parameters that have a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -254,164 +178,36 @@ class Fp8AdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state that torch's Adam would: "step", "exp_avg", "exp_avg_sq" in float32. Lossless.
 
-        Under ZeRO it is on the CPU. "master" (float32) is there where it is neither the parameter nor kept by ZeRO, and
-        with it "scale_inv" (0-dim) where the parameter is FP8. Such a parameter has a state of zeros before the first
-        step, too.
+        "master" (float32) is there where it is not the parameter, and with it "scale_inv" (0-dim) where the parameter
+        is FP8. Such a parameter has a state of zeros before the first step, too.
         """
-        if self._core is None or (self._is_managed and any(self.state.values())):
-            return super().state_dict()
         held = self.state
-        if self._is_managed:
-            dense = {**held, **self._dense_flats()}  # entries of nothing: somebody has looked there
-        else:
-            self._follow()
-            self.core.follow(self.param_groups)
-            # Before the first step a parameter is its master, but for FP8's first one, of which it is the high part.
-            has_moments = self.core.has_moments
-            dense = {entry.param: dict(entry) for entry in self._params if has_moments or entry.shard.fmt.is_fp8}
+        self._follow()
+        self.core.follow(self.param_groups)
+        # Before the first step a parameter is its master, but for FP8's first one, of which it is the high part.
+        has_moments = self.core.has_moments
+        dense = {entry.param: dict(entry) for entry in self._params if has_moments or entry.shard.fmt.is_fp8}
         self.state = defaultdict(dict, dense)
         try:
             return super().state_dict()
         finally:
             self.state = held
-            if self._is_managed:
-                held.clear()
 
-    def _dense_flats(self) -> dict[Any, dict[str, Tensor]]:
-        """Return the state under ZeRO by flat tensor, as in torch's Adam, on the CPU; empty before the first step."""
-        core, found = self.core, {}
-        if not core.has_moments:
-            return {}
-        for p, flat in zip(self.flat_params(), core.flats, strict=True):
-            moments = {key: dense_flat(flat, key, core.scales.scale_inv, "cpu").view(p.shape) for key in MOMENTS}
-            found[p] = {"step": core.step_count[flat.row].cpu().float(), **moments}
-        return found
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state_dict of this class, or of torch's AdamW and Adam; float32 moments are quantised.
-
-        Parameters without a state in it (it was saved before their first step) have none afterwards, as in torch.
-
-        Raises:
-            ValueError: groups or parameters differ in number, or a state lacks an entry, is not finite or has another
-                shape than its parameter. Nothing has changed then.
-        """
-        state_dict = state_dict.copy()
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = pre_hook(self, state_dict)
-            state_dict = state_dict if changed is None else changed
-        saved_groups = state_dict["param_groups"]
-        self._checked_groups(saved_groups)
-        ids = [i for g in saved_groups for i in g["params"]]
-        states = [state_dict["state"].get(i) for i in ids]
-        params = self.flat_params()
-        if not self._is_managed:
-            states = [
-                checked_state(held.shard.name, held.param.shape, state) if state else None
-                for held, state in zip(self._params, states, strict=True)
-            ]
-            self._follow()
+    def _load_states(self, saved_groups: Sequence[dict[str, Any]], states: Sequence[Mapping[str, Any] | None]) -> None:
+        checked = [
+            checked_state(held.shard.name, held.param.shape, state) if state else None
+            for held, state in zip(self._params, states, strict=True)
+        ]
+        self._follow()
         self.load_groups(saved_groups)
-        if not self._is_managed:
-            self.core.follow(self.param_groups)
-        for row, (p, state) in enumerate(zip(params, states, strict=True)):
-            if not state:
-                self.core.forget(row)
-            elif self._is_managed:
-                self.state[p] = dict(state)
-            else:
-                self._params[row].load(state)
-        if not self._is_managed and self.core.has_moments:
-            self.state.update({held.param: held for held in self._params})
-        elif self._is_managed and not self.is_dense:
-            self.absorb_dense()
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-
-    def load_groups(self, saved_groups: Sequence[dict[str, Any]]) -> None:
-        """Take over the options in the groups of a state_dict except masters' formats; no states.
-
-        Raises:
-            ValueError: groups or parameters differ in number, or a number is out of its range.
-        """
-        for group, loaded in zip(self.param_groups, self._checked_groups(saved_groups), strict=True):
-            group.update(loaded)
-
-    def _checked_groups(self, saved_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the groups as `load_groups` leaves them; change nothing yet."""
-        groups = self.param_groups
-        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved_groups]:
-            raise ValueError(
-                f"state_dict: expected {[len(g['params']) for g in groups]} parameters by group, "
-                f"got {[len(g['params']) for g in saved_groups]}. Build the optimizer with the same groups."
-            )
-        loaded = []
-        for group, saved in zip(groups, saved_groups, strict=True):
-            loaded.append({**group, **deepcopy({k: v for k, v in saved.items() if k not in ("params", "master")})})
-            _check_group(loaded[-1])
-        return loaded
-
-    def absorb_dense(self, params: list[Any] | None = None) -> None:
-        """Quantise the dense states in `self.state` (float32, one entry per flat tensor), and empty it.
-
-        Args:
-            params: flat tensors in the order of their rows; None: those in the param groups.
-        """
-        found = [self.state.get(p) for p in (self.flat_params() if params is None else params)]
-        if any(found):
-            self.core.follow(self.param_groups)
-        for row, state in enumerate(found):
+        self.core.follow(self.param_groups)
+        for row, (held, state) in enumerate(zip(self._params, checked, strict=True)):
             if state:
-                absorb_state(self.core, row, state)
-        self.state.clear()
-
-
-def _check_group(group: dict[str, Any]) -> None:
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"lr: expected a number or a tensor of one element, got {list(lr.shape)}. Take one of them.")
-    for name in ("lr", "weight_decay"):
-        if not 0 <= float(group[name]) < math.inf:
-            raise ValueError(f"{name}: expected a finite number >= 0, got {group[name]}.")
-    if not SMALLEST_EPS <= group["eps"] < math.inf:
-        raise ValueError(
-            f"eps: expected a finite number >= {SMALLEST_EPS}, got {group['eps']}. FP8 states divide by it if v is 0."
-        )
-    check_betas(*group["betas"])
-    master = group.get("master")
-    if master is not None and master not in BY_NAME:
-        raise ValueError(f"master: expected one of {sorted(BY_NAME)}, got {master!r}.")
-    for option in ("amsgrad", "maximize", "differentiable"):
-        if group.get(option):
-            raise UnsupportedError(f"{option}: expected false with FP8 optimizer states, got true. Remove it.")
-    for p in group["params"]:
-        if isinstance(p, DTensor):
-            raise UnsupportedError(
-                f"params: expected whole tensors or shards as plain ones, got a DTensor {list(p.shape)} (of FSDP2 or "
-                "torch's tensor parallelism). Use ZeRO through DeepSpeed, or torch.optim.AdamW."
-            )
-
-
-def _is_decoupled(client: torch.optim.Optimizer) -> bool:
-    """Whether `client` is AdamW. Raises UnsupportedError where it is neither AdamW nor Adam, or both by group."""
-    kind = type(client)
-    if kind in (torch.optim.Adam, torch.optim.AdamW):
-        is_adamw = kind is torch.optim.AdamW
-        found = [bool(group.get("decoupled_weight_decay", is_adamw)) for group in client.param_groups]
-        if any(found) != all(found):
-            raise UnsupportedError(
-                f"decoupled_weight_decay: expected one value in all parameter groups with FP8 optimizer states, got "
-                f"{found}. Use AdamW or Adam for all of them."
-            )
-        return found[0]
-    if kind.__name__ == "FusedAdam" and kind.__module__.startswith("deepspeed"):
-        if not all(group.get("bias_correction", True) for group in client.param_groups):
-            raise UnsupportedError("bias_correction: expected true with FP8 optimizer states, got false. Remove it.")
-        return bool(client.adam_w_mode)  # type: ignore[attr-defined]
-    raise UnsupportedError(
-        f"optimizer: expected Adam or AdamW (torch's, or DeepSpeed's FusedAdam) with fp8.optimizer.states fp8, got "
-        f'{kind.__module__}.{kind.__name__}. Use one of these, or "states": "fp32".'
-    )
+                held.load(state)
+            else:
+                self.core.forget(row)
+        if self.core.has_moments:
+            self.state.update({held.param: held for held in self._params})
 
 
 def _format_of(p: Any, group: dict[str, Any]) -> MasterFormat:
@@ -437,8 +233,3 @@ def _has_nonfinite(grads: list[Tensor]) -> Tensor:
     """Return int32, 0-dim on the device: 1 if a gradient holds an infinity, a NaN, or overflows when squared."""
     norms = torch.stack(list(torch._foreach_norm(grads, 2, dtype=torch.float32)))
     return (~torch.isfinite(norms).all()).int()
-
-
-def weight_id(name: str) -> int:
-    """Return the number of a weight for rounding noise, from its name: the same in every run and on every rank."""
-    return zlib.crc32(name.encode())

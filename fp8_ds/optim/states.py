@@ -8,6 +8,7 @@ follows from (seed, parameter, element), not from ranks. See docs/decisions/0009
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -230,3 +231,8 @@ def write_first_codes(
         piece = value[start : start + CHUNK]
         numbers = scales.scale_inv[index], scales.amax[index], seed, param_id, start
         codes[start : start + CHUNK] = encode_first(piece, fmt, *numbers)[0]
+
+
+def weight_id(name: str) -> int:
+    """Return the number of a weight for rounding noise, from its name: the same in every run and on every rank."""
+    return zlib.crc32(name.encode())

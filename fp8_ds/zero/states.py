@@ -25,8 +25,8 @@ from fp8_ds.numerics.masters import BY_NAME, MasterFormat
 from fp8_ds.numerics.predicted import PredictedScales
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.ops.squares import SumOfSquares
-from fp8_ds.optim.adamw import Fp8AdamW
 from fp8_ds.optim.states import Flat, absorb_flat, dense_flat, is_exact, write_first
+from fp8_ds.optim.zero_adamw import ZeroAdamW
 from fp8_ds.zero.norm import HyperparameterCheck, OverflowFlag
 from fp8_ds.zero.stage import Fp8Context, offload_adam, reload_adam
 from fp8_ds.zero.weights import SplitQuantizer, reduced_amaxes, virtual_flat
@@ -40,7 +40,7 @@ class Fp8States:
         _fp8_deepspeed_masters: DeepSpeed's flat masters, one for each of `_fp8_flats`.
     """
 
-    optimizer: Fp8AdamW
+    optimizer: ZeroAdamW
     _fp8_flats: list[Flat]
     _fp8_is_dense = False
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fp8_ds.numerics.masters import BF16_8
 from fp8_ds.ops.adamw import AdamShard
-from fp8_ds.optim.adamw import weight_id
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.states import (
     MOMENTS,
@@ -25,6 +24,7 @@ from fp8_ds.optim.states import (
     Piece,
     allocate_lo,
     read_dense,
+    weight_id,
     write_dense,
     write_first_codes,
 )
@@ -40,7 +40,7 @@ STEP_TIMER, GATHER_TIMER = OPTIMIZER_TIMERS[2], OPTIMIZER_TIMERS[0]
 
 
 class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
-    """Mix-in before DeepSpeedZeroOptimizer whose inner optimizer is a managed `Fp8AdamW`."""
+    """Mix-in before DeepSpeedZeroOptimizer whose inner optimizer is a `ZeroAdamW`."""
 
     _fp8_fills_from_bf16 = True
     _fp8_takes_gradients = True
@@ -71,7 +71,7 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
 
     def _fp8_set_shards(self: Any) -> None:
         """Point every shard at where its bytes lie (again, after an offload or reload has moved them)."""
-        if self.optimizer._core is None:
+        if not self.optimizer.has_core:
             return
         for flat, fp8, hp in zip(self._fp8_flats, self._fp8_kinds, self._hp_kinds, strict=True):
             pieces = self._fp8_pieces(flat.row, fp8, hp, 0)
@@ -215,7 +215,7 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
 
     def _fp8_link(self: Any) -> None:
         """Make fragments of this rank's parameters read and write quantised states."""
-        if self.optimizer._core is None:
+        if not self.optimizer.has_core:
             return
         pieces = {piece.shard.name: piece for flat in self._fp8_flats for piece in flat.pieces}
         for i, group in enumerate(self.bit16_groups):

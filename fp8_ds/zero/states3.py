@@ -15,9 +15,8 @@ from torch import Tensor
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.numerics.masters import BF16_8
 from fp8_ds.ops.adamw import AdamShard
-from fp8_ds.optim.adamw import weight_id
 from fp8_ds.optim.core import AdamCore
-from fp8_ds.optim.states import MOMENTS, Flat, Piece, allocate_lo, read_dense, write_dense
+from fp8_ds.optim.states import MOMENTS, Flat, Piece, allocate_lo, read_dense, weight_id, write_dense
 from fp8_ds.zero.norm import clip_factor, global_norm, overflow_flag
 from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight, newer, num_real, start_of
 from fp8_ds.zero.stage import Fp8Context
@@ -77,7 +76,7 @@ class SplitShards(Fp8Shards):
 
 
 class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
-    """Mix-in before DeepSpeedZeroOptimizer_Stage3 whose inner optimizer is a managed `Fp8AdamW`."""
+    """Mix-in before DeepSpeedZeroOptimizer_Stage3 whose inner optimizer is a `ZeroAdamW`."""
 
     _fp8_shards_class, _fp8_weight_class = SplitShards, SplitWeight
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fp8_ds.config import Fp8Config
 from fp8_ds.numerics.scale import AmaxHistory
-from fp8_ds.optim.adamw import Fp8AdamW
+from fp8_ds.optim.zero_adamw import ZeroAdamW
 from fp8_ds.zero.stage import Fp8Context
 from fp8_ds.zero.stage3 import Fp8ZeroStage3
 from fp8_ds.zero.stage12 import Fp8ZeroStage12
@@ -55,7 +55,7 @@ class _Host:
         adam = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1e-2, weight_decay=0.0)
         self.optimizer: Any = adam
         if config.optimizer.states == "fp8":
-            self.optimizer = Fp8AdamW.take_over(adam, seed=config.optimizer.seed)
+            self.optimizer = ZeroAdamW(adam, seed=config.optimizer.seed)
         history = AmaxHistory(2, [448.0, 448.0]) if config.linear.recipe == "delayed" else None
         weights = {name: self.params[name] for name in WEIGHTS} | frozen
         plan: Any = None

@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fp8_ds import Fp8AdamW, UnsupportedError
 from fp8_ds.numerics.masters import encode
+from fp8_ds.optim.zero_adamw import ZeroAdamW
 
 SHAPES = ((48, 40), (7,), (128,), (3, 100))
 """Groups of 128 that are whole, ragged, alone and too few."""
@@ -207,12 +208,12 @@ def client(kind: Any, *, steps: int = 0, **options: Any) -> Any:
     """An optimizer of torch that is taken over."""
     optimizer = kind(parameters(torch.float32), **options)
     run(optimizer, steps)
-    return Fp8AdamW.take_over(optimizer)
+    return ZeroAdamW(optimizer)
 
 
 def adam_of_two_kinds() -> Any:
     groups = [{"params": parameters(torch.float32), "decoupled_weight_decay": decay} for decay in (False, True)]
-    return Fp8AdamW.take_over(torch.optim.Adam(groups))
+    return ZeroAdamW(torch.optim.Adam(groups))
 
 
 def of_fsdp2() -> Any:
