@@ -19,7 +19,7 @@ import torch
 from deepspeed import comm as ds_comm
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from fp8_ds.zero.sharded import Fetch, Fp8Shards, join_shards
+from fp8_ds.zero.sharded import Fetch, Fp8Shards, Gathered, join_shards
 
 
 class ParamHooks:
@@ -126,7 +126,7 @@ class ZeroParamHooks(ParamHooks):
             return gather_persistent(self.shards)
         params = [self.param] if param_list is None else hand_on(param_list, self.shards, "all_gather")
         for weight in self.shards.of(params):
-            if weight.payload.data is not None and not weight.param.ds_active_sub_modules:
+            if weight.gathered is Gathered.UNSHARDED_FP8 and not weight.param.ds_active_sub_modules:
                 self.partition([weight.param])
         wanted = [p for p in params if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
         for p in wanted:
@@ -150,8 +150,8 @@ class ZeroParamHooks(ParamHooks):
             options = {"has_been_updated": has_been_updated, "free_data": free_data}
             params = hand_on(param_list, self.shards, "partition", **options)
         weights = self.shards.of(params)
-        in_fp8 = [w.param for w in weights if w.payload.data is not None]
-        in_bf16 = [w for w in weights if w.payload.data is None and w.param.ds_status == ZeroParamStatus.AVAILABLE]
+        in_fp8 = [w.param for w in weights if w.gathered is Gathered.UNSHARDED_FP8]
+        in_bf16 = [w for w in weights if w.gathered is Gathered.UNSHARDED_BF16]
         for weight in weights:
             weight.release()
         if not has_been_updated or not weights:
@@ -160,7 +160,7 @@ class ZeroParamHooks(ParamHooks):
         if in_fp8:  # nobody has updated these: writing into a weight that is gathered in FP8 raises
             self.original_partition(in_fp8, hierarchy, False, free_data)
         done = set(map(id, in_fp8))
-        with self.shards.bf16_shards(in_bf16, keep_written=True):
+        with self.shards.bf16_shards(in_bf16):
             self.original_partition([p for p in params if id(p) not in done], hierarchy, True, free_data)
             if in_bf16:
                 self.shards.absorb(in_bf16)

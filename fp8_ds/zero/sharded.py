@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -21,6 +22,42 @@ from fp8_ds.numerics.formats import E4M3
 from fp8_ds.zero.weights import WeightQuantizer
 
 
+class Gathered(Enum):
+    """Where the full values of a weight are on this rank. It follows from `ds_status`, which DeepSpeed sets, too.
+
+    | from | to | by |
+    |---|---|---|
+    | SHARDED | IN_FLIGHT, UNSHARDED_FP8 | `Fp8Shards.gather`, and the handle's `wait`: fetches, persistent weights |
+    | UNSHARDED_FP8 | SHARDED | `leave`; `release` and DeepSpeed's `partition` |
+    | SHARDED | UNSHARDED_BF16 | DeepSpeed's closures: readers, layers in bf16 |
+    | UNSHARDED_BF16 | SHARDED | DeepSpeed's `partition`; what a reader has written is absorbed |
+    """
+
+    SHARDED = auto()
+    IN_FLIGHT = auto()
+    UNSHARDED_FP8 = auto()
+    UNSHARDED_BF16 = auto()
+
+
+class Bf16Shard(Enum):
+    """What `ds_tensor` of a weight is, which DeepSpeed gathers for readers and layers in bf16.
+
+    | from | to | by |
+    |---|---|---|
+    | ABSENT | MADE | `make_bf16`, while somebody reads (`Fp8Shards.bf16_shards`) |
+    | MADE | ABSENT | the end of that |
+    | any | WRITTEN | `Fp8Shards.absorb`, of values that are not the master's |
+    | WRITTEN | ABSENT, KEPT | the next step |
+    | ABSENT, KEPT | KEPT, ABSENT | `set_bf16`: the layer computes in bf16 from now on, or no longer |
+    """
+
+    ABSENT = auto()
+    """An expanded placeholder: code that reads it past the hooks reads NaN."""
+    MADE = auto()
+    WRITTEN = auto()
+    KEPT = auto()
+
+
 class ShardedWeight:
     """One FP8 weight of ZeRO-3 on this rank.
 
@@ -31,6 +68,7 @@ class ShardedWeight:
         is_trainable: whether it has a master. A user may have frozen it since.
         index: entry in the scale vectors.
         in_bf16: whether the layer computes in bf16: DeepSpeed then gathers the weight from `ds_tensor`, and frees it.
+        bf16_shard: what `ds_tensor` is.
         is_stored: whether it is a StoredWeight (zero/stored_weight.py).
     """
 
@@ -46,7 +84,7 @@ class ShardedWeight:
         self.shard = self.source = torch.empty(0, dtype=torch.float32)
         self.is_trainable: bool = param.requires_grad
         self.in_bf16 = False
-        self.has_made_bf16 = False
+        self.bf16_shard = Bf16Shard.KEPT  # DeepSpeed's own, until it is dropped
         device = param.ds_tensor.device
         self.payload = Fp8Payload(name, scale, scale_inv, param.dtype, device)
         self._nominal = self.payload.nominal(param.ds_shape)
@@ -62,17 +100,42 @@ class ShardedWeight:
     def num_real(self) -> int:
         return num_real(self.param)
 
+    @property
+    def gathered(self) -> Gathered:
+        if self.payload.data is not None:
+            return Gathered.UNSHARDED_FP8
+        return _OF_STATUS[self.param.ds_status]
+
     def drop_bf16(self) -> None:
-        """Release the bf16 shard; code that reads it past the hooks reads NaN."""
-        self.has_made_bf16 = False
+        """Release the bf16 shard."""
+        self.bf16_shard = Bf16Shard.ABSENT
         self.param.ds_tensor.data = self.payload.placeholder.expand(self.param.ds_tensor.ds_numel)
 
     def make_bf16(self) -> None:
+        """Make the bf16 shard from the master."""
+        self.bf16_shard = Bf16Shard.KEPT if self.keeps_bf16 else Bf16Shard.MADE
         source = self.source
         bf16 = torch.zeros(self.param.ds_tensor.ds_numel, dtype=self.param.dtype, device=source.device)
         bf16[: source.numel()].copy_(source)
         self.param.ds_tensor.data = bf16
-        self.has_made_bf16 = True
+
+    def set_bf16(self, wanted: bool) -> None:
+        """Give a layer in bf16 a bf16 shard that stays, or drop it; what a user wrote stays until the next step."""
+        self.in_bf16 = wanted
+        if self.bf16_shard is Bf16Shard.WRITTEN:
+            return
+        if wanted:
+            self.make_bf16()
+        else:
+            self.drop_bf16()
+
+    def forget_written(self) -> None:
+        """Begin a step: the masters count again."""
+        if self.bf16_shard is Bf16Shard.WRITTEN:
+            if self.keeps_bf16:
+                self.bf16_shard = Bf16Shard.KEPT
+            else:
+                self.drop_bf16()
 
     def read_source(self, out: Tensor) -> None:
         """Fill `out`, bf16 [num_real], with the master."""
@@ -115,6 +178,11 @@ def num_real(param: Any) -> int:
 
 
 _BITS = {2: torch.int16, 4: torch.int32}
+_OF_STATUS = {
+    ZeroParamStatus.NOT_AVAILABLE: Gathered.SHARDED,
+    ZeroParamStatus.INFLIGHT: Gathered.IN_FLIGHT,
+    ZeroParamStatus.AVAILABLE: Gathered.UNSHARDED_BF16,
+}
 
 
 def newer(source: Tensor, read: Tensor) -> Tensor:
@@ -207,7 +275,6 @@ class Fp8Shards:
         self.in_flight = in_flight
         self.weights: list[ShardedWeight] = []
         self._by_param: dict[int, ShardedWeight] = {}
-        self._written: set[int] = set()
         self._ready: Any = None
 
     def add(self, weight: ShardedWeight) -> None:
@@ -234,17 +301,11 @@ class Fp8Shards:
                 weight.read_source(weight.param.ds_tensor.data[: weight.num_real])
         self.mark_ready()
 
-    def was_written(self, weight: ShardedWeight) -> bool:
-        """Whether a user wrote the weight since the last step and its bf16 shard is kept for that."""
-        return id(weight) in self._written
-
     def refresh(self, is_step: bool) -> None:
         """Quantise all shards from their sources (collective); forget what users wrote into bf16."""
         self.quantizer.refresh(is_step)
         for weight in self.weights:
-            if id(weight) in self._written and not weight.keeps_bf16:
-                weight.drop_bf16()
-        self._written.clear()
+            weight.forget_written()
         self.mark_ready()
 
     def mark_ready(self) -> None:
@@ -260,7 +321,7 @@ class Fp8Shards:
     def gather(self, weights: list[ShardedWeight]) -> Fp8GatherHandle:
         """Start the gather of `weights`, one byte an element; they are INFLIGHT until the handle's `wait`."""
         for weight in weights:
-            if weight.param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
+            if weight.gathered is not Gathered.SHARDED:
                 raise RuntimeError(weight.param.ds_summary())
             weight.param.ds_status = ZeroParamStatus.INFLIGHT
         weights = sorted(weights, key=lambda weight: weight.param.ds_id)
@@ -286,17 +347,16 @@ class Fp8Shards:
         return Fp8GatherHandle(weights, [buffer], work, num_ranks)
 
     @contextmanager
-    def bf16_shards(self, weights: list[ShardedWeight], keep_written: bool = False) -> Iterator[None]:
+    def bf16_shards(self, weights: list[ShardedWeight]) -> Iterator[None]:
         """Keep bf16 in `ds_tensor` of `weights` inside the block: of the masters, or what a user wrote since."""
-        # Not where an outer reader has it made already.
-        made = [w for w in weights if not (w.keeps_bf16 or w.has_made_bf16 or id(w) in self._written)]
+        made = [weight for weight in weights if weight.bf16_shard is Bf16Shard.ABSENT]
         for weight in made:
             weight.make_bf16()
         try:
             yield
         finally:
             for weight in made:
-                if not (keep_written and id(weight) in self._written):
+                if weight.bf16_shard is Bf16Shard.MADE:
                     weight.drop_bf16()
 
     @torch.no_grad()
@@ -325,7 +385,7 @@ class Fp8Shards:
             self.quantizer.rescale(weight.index, amax.view(here.shape))
             self.quantizer.quantize_into(weight.shard[: weight.num_real], value, weight.index, weight.start)
             if weight.is_trainable and bool((value != weight.source.float()).any()):
-                self._written.add(id(weight))
+                weight.bf16_shard = Bf16Shard.WRITTEN
         self.mark_ready()
 
 

@@ -19,7 +19,7 @@ from fp8_ds.errors import UnsupportedError
 from fp8_ds.nn.linear.parameter import Fp8Parameter
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.zero.param_hooks import ZeroParamHooks
-from fp8_ds.zero.sharded import Fp8Shards, InFlight, ShardedWeight, newer, num_real, start_of
+from fp8_ds.zero.sharded import Bf16Shard, Fp8Shards, Gathered, InFlight, ShardedWeight, newer, num_real, start_of
 from fp8_ds.zero.stage import Fp8Context, offload_weights, reload_weights, split_lp_params
 from fp8_ds.zero.stored_weight import StoredWeight
 from fp8_ds.zero.weights import Part, WeightQuantizer, aligned_starts
@@ -115,17 +115,11 @@ class Fp8ZeroStage3:
             wanted = weight.payload.name in names
             if wanted == weight.in_bf16:
                 continue
-            if weight.param.ds_status == ZeroParamStatus.AVAILABLE:
+            if weight.gathered in (Gathered.UNSHARDED_FP8, Gathered.UNSHARDED_BF16):
                 weight.param.partition()
-            weight.in_bf16 = wanted
             # Gathered in bf16 it is as DeepSpeed has it: no look at it is to go through our class.
             weight.param.__class__ = nn.Parameter if wanted else Fp8Parameter
-            if self._fp8_shards.was_written(weight):
-                continue
-            if wanted:
-                weight.make_bf16()
-            else:
-                weight.drop_bf16()
+            weight.set_bf16(wanted)
         self._fp8_shards.mark_ready()
 
     def _fp8_hp_shards(self: Any, group: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -225,7 +219,7 @@ class Fp8ZeroStage3:
             for piece, master in zip(bf16, masters, strict=True):
                 master.copy_(newer(master, piece))
         for weight in shards.weights:
-            if weight.is_trainable and (self._fp8_flat_is_live or shards.was_written(weight)):
+            if weight.is_trainable and (self._fp8_flat_is_live or weight.bf16_shard is Bf16Shard.WRITTEN):
                 weight.source.copy_(newer(weight.source, weight.param.ds_tensor.data[: weight.num_real]))
         if not self._fp8_flat_is_live:  # else who loads refreshes
             self._fp8_refresh(is_step=False)
@@ -268,7 +262,7 @@ class Fp8ZeroStage3:
     def fp8_load(self: Any) -> Iterator[None]:
         """Let DeepSpeed write bf16 shards of frozen weights that have none, inside the block. Collective."""
         frozen = self._fp8_without_bf16()
-        with self._fp8_shards.bf16_shards(frozen, keep_written=True):
+        with self._fp8_shards.bf16_shards(frozen):
             yield
             if frozen:
                 self._fp8_shards.absorb(frozen)

@@ -57,7 +57,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "lora": {"fp8": {"linear": {"frozen": "fp8", "filter_fqns": ["lm_head", "lora_"]}}},
     "layers-in-bf16": {"fp8": {"schedule": {"layers": {"layers.0.mlp.down_proj": "bf16"}}}},
     "ends-in-bf16": {"fp8": {"schedule": {"bf16_last_fraction": 0.25, "total_steps": NUM_STEPS}}},
-    "offload": {"stages": (1, 2, 3)},
+    "offload": {"masters": ("e4m11",)},
     "reduce-scatter": {"stages": (2, 3), "fp8": {"zero": {"reduce_scatter": "fp8"}}},
     "persistent": {"stages": (3,), "ds": {"zero_optimization": {"stage3_param_persistence_threshold": 20_000}}},
     "written": {},

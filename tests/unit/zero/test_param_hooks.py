@@ -21,6 +21,7 @@ from fp8_ds.numerics.scale import scale_from_amax
 from fp8_ds.ops.quantize import quantize
 from fp8_ds.zero import sharded
 from fp8_ds.zero.param_hooks import Bf16ParamHooks, ZeroParamHooks, hooks_of, share_readers
+from fp8_ds.zero.sharded import Bf16Shard
 
 SHAPES = [(3, 5), (4, 8), (1, 7), (6, 2)]
 NUM_FP8 = 3
@@ -126,7 +127,7 @@ def read_and_written() -> None:
     with torch._C.DisableTorchFunctionSubclass():
         assert torch.equal(p.data, masters()[1].bfloat16())
     p.partition([p], has_been_updated=True)  # nobody has changed it
-    assert torch.equal(weight.shard.view(torch.uint8), before) and not shards.was_written(weight)
+    assert torch.equal(weight.shard.view(torch.uint8), before) and weight.bf16_shard is Bf16Shard.ABSENT
     assert bool(p.ds_tensor.isnan().all())  # what reads past the closures
     p.all_gather()
     with torch._C.DisableTorchFunctionSubclass():
@@ -140,9 +141,9 @@ def read_and_written() -> None:
         torch.equal(weight.shard.view(torch.uint8)[: weight.num_real], own)
         and float(weight.payload.scale_inv) == scale_inv
     )
-    assert shards.was_written(weight) == (dist.get_rank() == 0)
+    assert (weight.bf16_shard is Bf16Shard.WRITTEN) == (dist.get_rank() == 0)
     shards.refresh(is_step=True)  # the master is what it was
-    assert not shards.was_written(weight)
+    assert weight.bf16_shard is Bf16Shard.ABSENT
     assert torch.equal(weight.shard.view(torch.uint8), before)
 
 
