@@ -21,7 +21,7 @@ from fp8_ds.numerics.scale import scale_from_amax
 from fp8_ds.ops.quantize import quantize
 from fp8_ds.zero import sharded
 from fp8_ds.zero.param_hooks import Bf16ParamHooks, ZeroParamHooks, hooks_of, share_readers
-from fp8_ds.zero.sharded import Bf16Shard
+from fp8_ds.zero.sharded import Bf16Shard, Gathered
 
 SHAPES = [(3, 5), (4, 8), (1, 7), (6, 2)]
 NUM_FP8 = 3
@@ -150,6 +150,49 @@ def read_and_written() -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_reader_gets_bf16_of_the_masters_and_what_it_writes_holds_until_the_next_step(num_ranks: int) -> None:
     on_threads(num_ranks, read_and_written)
+
+
+def walk_through_states() -> None:
+    params, shards = built()
+    weight, p = shards.weights[1], params[1]
+    assert (weight.gathered, weight.bf16_shard) == (Gathered.SHARDED, Bf16Shard.ABSENT)
+    handle = shards.gather([weight])
+    assert weight.gathered is Gathered.IN_FLIGHT
+    handle.wait()
+    assert weight.gathered is Gathered.UNSHARDED_FP8
+    weight.leave()
+    assert weight.gathered is Gathered.SHARDED
+    with shards.bf16_shards([weight]):
+        assert weight.bf16_shard is Bf16Shard.MADE
+        with shards.bf16_shards([weight]):
+            pass
+        assert weight.bf16_shard is Bf16Shard.MADE and not bool(p.ds_tensor.isnan().any())
+    assert weight.bf16_shard is Bf16Shard.ABSENT and bool(p.ds_tensor.isnan().all())
+    weight.set_bf16(True)
+    assert weight.bf16_shard is Bf16Shard.KEPT
+    write_first(p)
+    assert (weight.bf16_shard is Bf16Shard.WRITTEN) == (dist.get_rank() == 0)
+    weight.set_bf16(False)
+    assert bool(p.ds_tensor.isnan().all()) == (dist.get_rank() != 0)  # what was written counts until the next step
+    weight.set_bf16(True)
+    shards.refresh(is_step=True)
+    assert weight.bf16_shard is Bf16Shard.KEPT and not bool(p.ds_tensor.isnan().any())
+    weight.set_bf16(False)
+    write_first(p)
+    shards.refresh(is_step=True)
+    assert weight.bf16_shard is Bf16Shard.ABSENT and bool(p.ds_tensor.isnan().all())
+
+
+def write_first(p: Any) -> None:
+    """Write the first element, which rank 0 has, as a reader does."""
+    p.all_gather()
+    with torch._C.DisableTorchFunctionSubclass():
+        p.data[0, 0] += 4 * masters()[1].abs().max()
+    p.partition([p], has_been_updated=True)
+
+
+def test_a_weight_and_its_bf16_shard_go_through_the_states_of_their_tables() -> None:
+    on_threads(2, walk_through_states)
 
 
 def released() -> None:
