@@ -64,11 +64,12 @@ class StoredWeight(ShardedWeight):
         max_reduce(group, is_other)
         if not bool(is_other):
             return
-        amax = stored.granularity.amax(written, stored.shape, self.start)
+        shape = self.param.ds_shape
+        amax = stored.granularity.amax(written, shape, self.start)
         max_reduce(group, amax)
         scale, scale_inv = stored.granularity.scales(amax)
         self.payload.scale.copy_(scale)
         self.payload.scale_inv.copy_(scale_inv)
-        block = stored.granularity.block[0] or 1, stored.granularity.block[1] or stored.shape[1]
-        codes = quantize_part(written, self.payload.scale, self.start, stored.shape[1], block, E4M3)
+        block = stored.granularity.block[0] or 1, stored.granularity.block[1] or shape[-1]
+        codes = quantize_part(written, self.payload.scale, self.start, shape[-1], block, E4M3)
         self.shard[: self.num_real].copy_(codes)

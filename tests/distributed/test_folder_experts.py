@@ -11,7 +11,7 @@ import test_folder_model as base
 import torch
 import training
 from support import fp8_folders
-from support.fp8_folders import EXPERTS, codes_and_scales, load, stacked, tensors_of, values
+from support.fp8_folders import EXPERTS, load, stacked, tensors_of, values
 
 from fp8_ds.errors import UnsupportedError
 
@@ -171,29 +171,3 @@ def test_experts_of_compressed_tensors_start_from_bf16_and_linears_from_codes_ti
     pytest.importorskip("compressed_tensors")
     write_compressed(tmp_path)
     ranks(1).run(train_compressed, str(tmp_path))
-
-
-def train_adapters(folder: str, stage: int) -> None:
-    import deepspeed
-
-    expected, engine = values(folder), base.start(folder, stage, base.FROZEN, lora=True, lora_on=("q_proj",))
-    plan = engine.fp8_report()["plan"]
-    assert "mlp.experts.gate_up_proj (frozen, with a scale for each block" in plan
-    first, linear = base.steps(engine, 2), "model.layers.0.self_attn.q_proj.weight"
-    found = {base.plain(name): state for name, state in training.fp8_state(engine).items()}
-    training.assert_fp8_equals(found, {n: s for n, s in codes_and_scales(folder).items() if ".experts." not in n})
-    assert linear in found and len(found) == 4
-    for name, p in engine.module.named_parameters():
-        if name.endswith(STACKS):
-            with deepspeed.zero.GatheredParameters([p]):
-                assert p.dtype == torch.bfloat16 and torch.equal(p, expected[base.plain(name)].bfloat16())
-    assert first[0] != first[1]
-    training.destroy(engine)
-
-
-@pytest.mark.parametrize(("stage", "num_ranks", "family"), [(2, 1, "Mixtral"), (3, 2, "Qwen3Moe")])
-def test_frozen_experts_are_codes_times_scales_in_bf16_beside_frozen_bytes_of_linears(
-    ranks: Any, tmp_path: Path, stage: int, num_ranks: int, family: str
-) -> None:
-    pytest.importorskip("peft")
-    ranks(num_ranks).run(train_adapters, write(tmp_path, family), stage)

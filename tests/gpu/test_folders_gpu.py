@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import training
 from safetensors.torch import load_file
 from support import fp8_folders
 from support.models import Llama
+from torch import Tensor
 
 from fp8_ds.checkpoint import iter_fp8_tensors
 from fp8_ds.nn.linear.payload import per_element
@@ -126,3 +128,50 @@ def test_frozen_layers_keep_and_multiply_by_the_folders_own_bytes(
 ) -> None:
     fp8_folders.write(str(tmp_path), kind, fp8_folders.WHOLE)
     gpu_ranks(1).run(train_around_frozen, str(tmp_path), stage, is_compiled)
+
+
+def multiply(layer: Any, gate_up: Tensor, down: Tensor) -> None:
+    """Against float32."""
+    numbers = torch.arange(3 * len(down), device="cuda") % (len(down) - 1)  # 3 or 4 tokens each; the last has none
+    x = torch.randn(len(numbers), down.shape[1], device="cuda").bfloat16().requires_grad_()
+    y = layer(x, numbers[:, None], torch.ones(len(numbers), 1, device="cuda").bfloat16())
+    y.float().sum().backward()
+    own = x.detach().float().requires_grad_()
+    gate, up = (gate_up[numbers] @ own[:, :, None]).chunk(2, dim=1)
+    exact_y = (down[numbers] @ (F.silu(gate) * up))[:, :, 0]
+    exact_y.sum().backward()
+    assert x.grad is not None and own.grad is not None
+    for found, other in ((y, exact_y), (x.grad, own.grad)):
+        assert ((found.detach().float() - other).norm(dim=1) / other.norm(dim=1)).max() <= 0.15
+
+
+def train_around_frozen_experts(folder: str, stage: int, is_compiled: bool) -> None:
+    """More than would train in a loop: they keep bytes and scales, and multiply by them one after another."""
+    expected, exact = fp8_folders.stored_in_model(folder), fp8_folders.values(folder)
+    names = [name for name in expected if ".experts." in name]
+    model = fp8_folders.load(folder)
+    for name, p in model.named_parameters():
+        p.requires_grad_(".experts." not in name and "scale" not in name)
+    engine = training.start(model, training.ds_config(stage, {"linear": {"frozen": "fp8", "recipe": "tensorwise"}}))
+    if stage < 3:
+        multiply(
+            engine.module.model.layers[0].mlp.experts, *(exact[name].cuda() for name in sorted(names, reverse=True))
+        )
+    if is_compiled:
+        engine.compile()
+    losses = steps(engine, 6)
+    assert losses[-1] < losses[0]
+    state = training.fp8_state(engine)
+    assert len(names) == 2 and set(names) < state.keys()
+    for name in names:
+        assert torch.equal(state[name][0], expected[name][0]) and torch.equal(state[name][1], expected[name][1]), name
+    training.destroy(engine)
+
+
+@pytest.mark.parametrize(("world_size", "stage", "is_compiled"), [(1, 2, False), (1, 3, True), (2, 3, False)])
+def test_frozen_experts_keep_and_multiply_by_the_folders_own_bytes(
+    gpu_ranks: Any, tmp_path: Any, world_size: int, stage: int, is_compiled: bool
+) -> None:
+    sizes = fp8_folders.EXPERTS["Qwen3Moe"] | {"num_experts": 20, "hidden_size": 256, "moe_intermediate_size": 256}
+    fp8_folders.write(str(tmp_path), "blocks", sizes, "Qwen3Moe")
+    gpu_ranks(world_size).run(train_around_frozen_experts, str(tmp_path), stage, is_compiled)

@@ -89,6 +89,13 @@ def values(folder: str) -> dict[str, Tensor]:
     return stacked(found)
 
 
+def stored_in_model(folder: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """`codes_and_scales` by names in the model; of experts the stacks, with grids one behind the other."""
+    found = codes_and_scales(folder)
+    codes, scales = (stacked({name: one[i] for name, one in found.items()}) for i in (0, 1))
+    return {name: (codes[name], scale.flatten(0, -2)) for name, scale in scales.items()}
+
+
 def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors by the names of Mixtral's and Qwen3-MoE's models, [E, 2 I, H] and [E, H, I], of those in their files."""
     found = {}

@@ -1,6 +1,7 @@
 """Fp8Payload: the FP8 bytes and scales that sit beside a nominal bf16 Parameter (`p._fp8`).
 
-A weight's scales are its *grid*: float32, 0-dim, [R, 1] or [ceil(R / 128), ceil(C / 128)] for a weight [R, C].
+A weight's scales are its *grid*: float32, 0-dim, [R, 1] or [ceil(R / 128), ceil(C / 128)] for a weight [R, C]. A stack
+[E, R, C] has the grid of the matrix [E R, C]; with tiles R is a multiple of 128.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Granularity:
         """Return the shape of the scales of a weight [R, C]; () where there is one for any shape."""
         if self.is_tensor:
             return ()
-        rows, cols = shape
+        rows, cols = matrix_shape(shape)
         block_rows, block_cols = self.block
         return -(-rows // (block_rows or max(rows, 1))), -(-cols // (block_cols or max(cols, 1)))
 
@@ -56,7 +57,7 @@ class Granularity:
             if not part.numel():
                 return torch.zeros((), dtype=torch.float32, device=part.device)
             return torch.linalg.vector_norm(part, float("inf"), dtype=torch.float32)
-        whole = (shape[0], shape[1])
+        whole = matrix_shape(shape)
         if self.is_row:
             return shard_block_amax(part, start, whole, (1, BLOCK)).amax(1, keepdim=True)
         return shard_block_amax(part, start, whole, (BLOCK, BLOCK))
@@ -130,9 +131,15 @@ class CopiedScales:
 
 def per_element(grid: Tensor, shape: Sequence[int]) -> Tensor:
     """Return a grid as a tensor that broadcasts against the weight of `shape`: the grid itself but for tiles."""
-    if grid.dim() == 0 or grid.numel() == 1 or grid.shape == (shape[0], 1):
+    rows, cols = matrix_shape(shape)
+    if grid.dim() == 0 or grid.numel() == 1 or grid.shape == (rows, 1):
         return grid
-    return grid.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[: shape[0], : shape[1]]
+    return grid.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:rows, :cols].view(tuple(shape))
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Return rows and columns of a weight; of a stack those of the matrix that has all rows, one behind the other."""
+    return math.prod(shape[:-1]), shape[-1]
 
 
 class Fp8Payload:
@@ -209,7 +216,13 @@ class Fp8Payload:
         if self.hp is not None:
             return self.hp.clone()
         assert self.data is not None, f"{self.name} is not gathered"
-        return (self.data.float() * per_element(self.scale_inv, self.data.shape)).to(self.dtype)
+        if self.data.dim() < 3 or self.scale_inv.dim() == 0:
+            return (self.data.float() * per_element(self.scale_inv, self.data.shape)).to(self.dtype)
+        values = torch.empty(self.data.shape, dtype=self.dtype, device=self.data.device)
+        grids = self.scale_inv.view(len(values), -1, self.scale_inv.shape[1])
+        for into, matrix, grid in zip(values, self.data, grids, strict=True):  # bounds the temporaries
+            into.copy_(matrix.float().mul_(per_element(grid, matrix.shape)))
+        return values
 
     def quantize(self, weight: Tensor) -> Tensor:
         """Quantize `weight` (hp, full shape) by the scales as they are."""

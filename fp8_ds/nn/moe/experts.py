@@ -1,8 +1,9 @@
 """A mixture's experts in FP8: transformers 5 keeps those of a layer in two parameters of one module.
 
 Shape suffixes: T tokens, k experts that each of them chose, E experts, P rows (nn/moe/products.py), H hidden and I
-intermediate features. One scale for a whole weight does not mind how many matrices it is made of. Scales of rows or
-blocks would be kept as those of one matrix: experts with such recipes stay in bf16.
+intermediate features. One scale for a whole weight does not mind how many matrices it is made of. Scales of rows
+or blocks would be kept as those of one matrix: experts with such recipes stay in bf16, but for frozen ones from an FP8
+folder, which has blocks for each (nn/moe/stored.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.nn.utils.parametrize import is_parametrized
 
 from fp8_ds.nn.fused.mlp import computes_silu
 from fp8_ds.nn.fused.module import FORMAT, as_rows, deliver
@@ -156,7 +158,7 @@ class _PackedSwiglu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, recipe: Recipe, record: bool) -> Tensor:
         scaling = recipe.producer_scaling()
-        assert scaling is not None, "experts' recipes have one scale for all"
+        assert scaling is not None, "recipes without one are left to eager"
         gate_PI, up_PI = gate_up.chunk(2, dim=-1)
         output, _ = swiglu(gate_PI, up_PI, FORMAT, scaling, record=record, with_hp=True)
         if record:
@@ -190,7 +192,8 @@ class Fp8Experts(nn.Module):
     def convert_weight(cls, module: nn.Module, name: str, recipe: Recipe) -> None:
         """Put the weight `name` of `module` into FP8, in place: same object, same Parameters, hooks and state dict.
 
-        `is_experts` is true of the module, also for the second of its `WEIGHTS`; the recipe has one scale for a weight.
+        `is_experts` is true of the module, also for the second of its `WEIGHTS`; the recipe has one scale for a weight,
+        or is that of a frozen one from an FP8 folder.
         """
         if not isinstance(module, Fp8Experts):
             stock_class = type(module)
@@ -202,12 +205,22 @@ class Fp8Experts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute as `stock_forward`."""
+        output: Tensor
+        if all(self._is_sum(name) for name in WEIGHTS):
+            output = self.stock_class.forward(self, hidden_states, top_k_index, top_k_weights)
+            return output
         is_plain = all(recipe.is_plain for recipe in self.fp8_recipes.values())
         if is_plain and is_bf16_here(self.gate_up_proj) and is_bf16_here(self.down_proj):
             with torch._C.DisableTorchFunctionSubclass():  # the weights themselves, and no copies of their values
-                output: Tensor = self.stock_class.forward(self, hidden_states, top_k_index, top_k_weights)
+                output = self.stock_class.forward(self, hidden_states, top_k_index, top_k_weights)
                 return output
         return self._forward_in_fp8(hidden_states, top_k_index, top_k_weights)
+
+    def _is_sum(self, name: str) -> bool:
+        """Whether the weight keeps the bytes of its FP8 folder, and is read in a sum with an adapter, in bf16: PEFT's
+        `target_parameters`. Scales of new blocks would lose most of a small adapter."""
+        recipe = self.fp8_recipes.get(name)
+        return recipe is not None and recipe.is_stored and is_parametrized(self, name)
 
     def _apply_gate(self, gate_up: Tensor) -> Tensor:
         """Apply the gate as the stock class does; transformers' implementations ask a module for it."""
@@ -233,7 +246,8 @@ class Fp8Experts(nn.Module):
     def _hidden(self, gate_up: Tensor, groups: Groups) -> Tensor:
         """Compute `act(gate) * up`, [P, I], also in FP8 if all experts are computed at once and an op does so."""
         recipe = self.fp8_recipes.get("down_proj", self.bf16_recipe)
-        is_packed = groups.order is not None and recipe.is_fp8 and gate_up.dtype == torch.bfloat16
+        is_one_scale = recipe.is_fp8 and not recipe.is_stored
+        is_packed = groups.order is not None and is_one_scale and gate_up.dtype == torch.bfloat16
         hidden_PI: Tensor
         if is_packed and computes_silu(self.act_fn):
             apply: Any = _PackedSwiglu.apply  # untyped in torch
@@ -244,7 +258,7 @@ class Fp8Experts(nn.Module):
         return hidden_PI
 
     def _product(self, x: Tensor, name: str, groups: Groups, *, is_dispatched: bool) -> Tensor:
-        recipe = self.fp8_recipes.get(name, self.bf16_recipe)
+        recipe = self.bf16_recipe if self._is_sum(name) else self.fp8_recipes.get(name, self.bf16_recipe)
         return grouped_linear(x, getattr(self, name), groups, recipe, is_dispatched=is_dispatched)
 
     def revert(self, name: str) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fp8_ds.errors import UnsupportedError
 from fp8_ds.nn.linear.fp8_linear import checked_weights
 from fp8_ds.nn.linear.recipe import Fp8Weight, Quantized, Recipe
 from fp8_ds.ops import grouped
@@ -25,8 +26,8 @@ from fp8_ds.ops.transpose import transpose
 from fp8_ds.ops.weighted_sum import weighted_sum, weighted_sum_backward
 
 MAX_IN_A_LOOP = 16
-"""Most experts that are computed in a loop; layers of more stay in bf16. The host takes some 0.6 ms for each expert,
-forward and backward of both weights (docs/decisions/0011)."""
+"""Most experts that are computed in a loop; layers of more stay in bf16, but for frozen ones from an FP8 folder. The
+host takes some 0.6 ms for each expert, forward and backward of both weights (docs/decisions/0011)."""
 
 
 @dataclass(frozen=True)
@@ -162,15 +163,17 @@ def has_one_launch(like: Tensor, features: Iterable[int], recipes: Iterable[Reci
     `like`: a tensor on the layer's device, or a fake one (fp8_ds.tools.estimate.activations) for one on a GPU.
     """
     device = None if isinstance(like, FakeTensor) else like.device
-    return any(recipe.is_fp8 and recipe.backend == "torch" for recipe in recipes) and can_be_one_launch(
-        features, device
-    )
+    return any(map(_is_one_launch, recipes)) and can_be_one_launch(features, device)
 
 
 def expert_products(groups: Groups, recipe: Recipe) -> Loop:
-    """Return the products for rows of `groups`: in one launch if they are packed and the recipe is in FP8."""
-    is_one_launch = groups.order is not None and recipe.is_fp8 and recipe.backend == "torch"
-    return (OneLaunch if is_one_launch else Loop)(groups, recipe)
+    """Return the products for rows of `groups`: in one launch if they are packed and there is a kernel for it."""
+    return (OneLaunch if groups.order is not None and _is_one_launch(recipe) else Loop)(groups, recipe)
+
+
+def _is_one_launch(recipe: Recipe) -> bool:
+    """Whether there is a kernel for all experts at once: with one scale for a weight, not with blocks of a folder."""
+    return recipe.is_fp8 and not recipe.is_stored and recipe.backend == "torch"
 
 
 class Loop:
@@ -204,10 +207,12 @@ class Loop:
         num_features: int,
         dtype: torch.dtype,
     ) -> Tensor:
-        found = [
-            product(Quantized(rows_PC[rows], None, scale_inv), Fp8Weight(weight.data[e], weight.scale_inv), dtype)
-            for e, rows in self.groups.occupied()
-        ]
+        grid = weight.scale_inv
+        grids = grid.view(len(weight.data), -1, grid.shape[1]) if grid.dim() else grid.expand(len(weight.data))
+        found = []
+        for e, rows in self.groups.occupied():
+            x_e = Quantized(rows_PC[rows], None, scale_inv[rows] if scale_inv.dim() else scale_inv)
+            found.append(product(x_e, Fp8Weight(weight.data[e], grids[e]), dtype))
         start, end = self.groups.bounds[-1]
         return torch.cat([*found, rows_PC.new_zeros(end - start, num_features, dtype=dtype)])
 
@@ -271,6 +276,8 @@ class _GroupedFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, groups: Groups, recipe: Recipe, is_dispatched: bool, record: bool
     ) -> Tensor:
+        if recipe.is_stored and weight.requires_grad:
+            raise _not_frozen(weight)
         x_fp8 = recipe.quantize_input(x, needs_columns=False, record=record)
         assert x_fp8.rows is not None
         # On ctx, as nn/linear/fp8_linear.py has it.
@@ -281,9 +288,12 @@ class _GroupedFunction(torch.autograd.Function):
         ctx.weight = weight if isinstance(weight, nn.Parameter) else None
         kept = (x_fp8.rows, x_fp8.scale_inv) if record and weight.requires_grad else (None, None)
         recipe.observe_operands(x_fp8, weight_fp8)
-        rows_PK = x_fp8.rows if is_dispatched else groups.dispatch(x_fp8.rows)
+        rows_PK, scale_inv = x_fp8.rows, x_fp8.scale_inv
+        if not is_dispatched:
+            rows_PK = groups.dispatch(rows_PK)
+            scale_inv = groups.dispatch(scale_inv) if scale_inv.dim() else scale_inv
         products = expert_products(groups, recipe)
-        output = products.output(rows_PK, x_fp8.scale_inv, weight_fp8, x.dtype)
+        output = products.output(rows_PK, scale_inv, weight_fp8, x.dtype)
         ctx.num_choices = groups.num_choices
         if record:
             # Which rows are whose, too: on ctx it would be held through a checkpoint, and a backward would go by it
@@ -318,16 +328,25 @@ class _GroupedFunction(torch.autograd.Function):
         return grad_x, grad_weight, None, None, None, None
 
 
+def _not_frozen(weight: Any) -> UnsupportedError:
+    name = getattr(getattr(weight, "_fp8", None), "name", "a copy of one")
+    return UnsupportedError(
+        f"experts with the scales of an FP8 folder: expected frozen weights, got {name}, which wants a gradient. Set "
+        "requires_grad before deepspeed.initialize."
+    )
+
+
 def grouped_linear(x: Tensor, weight: Tensor, groups: Groups, recipe: Recipe, *, is_dispatched: bool) -> Tensor:
     """Compute `x W^T` of each expert, [P, N]; rows of no expert are zeros.
 
-    The experts' weights have one scale, and `x` and its gradient one amax and one cast each, for all experts.
+    `x` and its gradient are cast once for all experts. The experts' weights have one scale; frozen ones from an FP8
+    folder have tiles, each expert its own (nn/moe/stored.py).
 
     Args:
         x: bf16, fp16 or fp32: [T, K], each token once, or [P, K], spread (`is_dispatched`).
         weight: [E, N, K], see `nn.linear.fp8_linear.read_weight`. Its gradient is 0 for experts without tokens.
         groups: the rows of the T tokens.
-        recipe: the weight's, with one scale a tensor.
+        recipe: the weight's.
     """
     apply: Any = _GroupedFunction.apply  # untyped in torch
     output: Tensor = apply(x, weight, groups, recipe, is_dispatched, torch.is_grad_enabled())

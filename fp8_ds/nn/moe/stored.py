@@ -4,6 +4,8 @@ transformers' FP8 experts have weights [E, 2 I, H], gate first, and [E, H, I] in
 multiply 128 x 128 elements of one expert's matrix each, [E, R, C]. Those of a gate and of an up are behind each other
 in R, as their files have them, and so are blocks: with an I that is no multiple of 128 none is of both.
 
+Frozen stacks keep both, if each matrix has whole rows of blocks: then a stack is, for scales, the matrix of all rows.
+
 Source: transformers 5.24 integrations/finegrained_fp8.py `FP8Experts`, quantizers/base.py `update_weight_conversions`.
 """
 
@@ -24,6 +26,7 @@ from fp8_ds.nn.linear.stored import (
     stored_scales,
 )
 from fp8_ds.nn.moe.experts import WEIGHTS, names_beside
+from fp8_ds.ops.blockwise import BLOCK
 
 _OF_LINEAR = "weight"
 _OWN_SCALES = "_scale_inv"
@@ -54,6 +57,14 @@ def scales_of(module: nn.Module, name: str) -> StoredScales | None:
         if scale.shape[1] % num == 0 and granularity_of_grid(grid, shape) == TILE:
             numbers = as_numbers(scale.detach()).reshape(-1, scale.shape[2])
             return StoredScales(numbers, TILE, shape, tuple(parameters_beside(module, name)))
+    return None
+
+
+def why_not_frozen(module: nn.Module, name: str) -> str | None:
+    """Say why the frozen experts' weight `name`, which came in FP8, cannot keep its bytes and scales; None: it can."""
+    stored = scales_of(module, name)
+    if stored is None or stored.shape[0] % BLOCK:
+        return f"frozen, and its FP8 folder has blocks of less than {BLOCK} rows"
     return None
 
 

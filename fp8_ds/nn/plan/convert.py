@@ -16,8 +16,9 @@ from fp8_ds.nn.fused.search import linears_that_read
 from fp8_ds.nn.linear.fp8_linear import Fp8Linear
 from fp8_ds.nn.linear.recipe import InputCache, Recipe
 from fp8_ds.nn.linear.recipes import RECIPES, Bf16Recipe, DelayedRecipe
-from fp8_ds.nn.linear.stored import RECIPE_OF, stored_scales
+from fp8_ds.nn.linear.stored import RECIPE_OF
 from fp8_ds.nn.moe.experts import ExpertsWeight, Fp8Experts
+from fp8_ds.nn.moe.stored import scales_of
 from fp8_ds.nn.plan.plan import ForeignLinears, LayerPlan, Plan, fp8_class_of
 from fp8_ds.numerics.formats import BY_NAME, E4M3
 from fp8_ds.numerics.scale import AmaxHistory
@@ -88,9 +89,9 @@ def _recipe_of_stored(
     Args:
         caches: by recipe: layers that read one input quantise it once if their recipes are the same.
     """
-    module = modules[layer.weight_name.rpartition(".")[0]]
-    stored = None if layer.num_experts else stored_scales(module)
-    if stored is None or module.weight.requires_grad:
+    owner, _, weight_name = layer.weight_name.rpartition(".")
+    stored = scales_of(modules[owner], weight_name)
+    if stored is None or modules[owner]._parameters[weight_name].requires_grad:
         return None
     name = RECIPE_OF[stored.granularity]
     if name != config.recipe:

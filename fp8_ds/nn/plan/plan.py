@@ -18,14 +18,13 @@ from fp8_ds.nn.fused.search import by_reason
 from fp8_ds.nn.linear.fp8_linear import Fp8Conv1D, Fp8Linear, conv1d_class, full_shape, is_conv1d, replaced_forward
 from fp8_ds.nn.moe import experts, products
 from fp8_ds.nn.moe.experts import is_experts, why_not
-from fp8_ds.nn.moe.stored import stored_names
+from fp8_ds.nn.moe.stored import stored_names, why_not_frozen
 from fp8_ds.nn.plan.ends import NameFilter
 
 ForeignLinears = Mapping[type[nn.Module], type[Fp8Linear] | None]
 """Classes of linears that are no nn.Linear, each with its FP8 class; None: it stays in high precision."""
 
 _ONE_SCALE = ("tensorwise", "delayed")  # for a whole weight
-_FROZEN_EXPERTS = "frozen, with a scale for each block of an FP8 folder, and experts have one for all"
 _NOT_EXACTLY = ", not exactly nn.Linear"
 _NUM_NAMES_SHOWN = 4
 _STATE_VERSION = 1
@@ -182,12 +181,13 @@ def _decide(
         return False, f"dtype {str(weight.dtype).removeprefix('torch.')}"
     if 0 in full_shape(weight):
         return False, "empty"
+    if _is_frozen_stack(module, name, config):
+        reason = why_not_frozen(module, name)
+        return reason is None, reason or "frozen"
     if (is_experts or is_conv1d(module)) and config.recipe not in _ONE_SCALE:
         return False, f"{'experts' if is_experts else 'a Conv1D'}, which can be {' or '.join(_ONE_SCALE)}"
     if is_experts and foreign:
         return False, "experts under AutoTP"
-    if not weight.requires_grad and is_experts and is_stored and config.frozen == "fp8":
-        return False, _FROZEN_EXPERTS
     if not weight.requires_grad:
         return config.frozen == "fp8", "frozen"
     return True, "eligible"
@@ -235,7 +235,7 @@ def make_plan(
             left = "filter_fqns" if name_filter.names(own_fqns) else replaced
             converted, reason = _decide(module, name, left, uses, linear_config, foreign)
             rows.append(LayerPlan(own_fqns[0], shape[-2], shape[-1], converted, reason, *shape[:-2]))
-        layers += _without_too_many(rows, linear_config, device)
+        layers += _without_too_many(module, rows, linear_config, device)
     name_filter.check_found()
     plan = Plan(tuple(layers), OtherWeights.of(model, foreign))
     if plan.num_converted == 0 and not may_be_empty:
@@ -243,8 +243,19 @@ def make_plan(
     return plan
 
 
-def _without_too_many(rows: list[LayerPlan], config: LinearConfig, device: torch.device | None) -> list[LayerPlan]:
-    """Return the rows of one module, with experts in bf16 if they would be a loop of more than `MAX_IN_A_LOOP`."""
+def _is_frozen_stack(module: Any, name: str, config: LinearConfig) -> bool:
+    """Whether it is an experts' weight of an FP8 folder that is to keep its bytes, whatever the recipe of the rest."""
+    is_stored = experts.is_experts(module) and name in stored_names(module)
+    return is_stored and config.frozen == "fp8" and not module._parameters[name].requires_grad
+
+
+def _without_too_many(
+    module: Any, rows: list[LayerPlan], config: LinearConfig, device: torch.device | None
+) -> list[LayerPlan]:
+    """Return the rows of `module`, with experts in bf16 if they would be a loop of more than `MAX_IN_A_LOOP`.
+
+    Frozen ones that keep the bytes of an FP8 folder are so for their memory, and always a loop.
+    """
     if rows[0].num_experts <= products.MAX_IN_A_LOOP:
         return rows
     features = [size for row in rows for size in row.shape[-2:]]
@@ -252,7 +263,10 @@ def _without_too_many(rows: list[LayerPlan], config: LinearConfig, device: torch
     if can_be_fp8 and products.can_be_one_launch(features, device):
         return rows
     reason = f"more than {products.MAX_IN_A_LOOP} experts, which would be a loop"
-    return [replace(row, converted=False, reason=reason) if row.converted else row for row in rows]
+    frozen = {row.fqn for row in rows if _is_frozen_stack(module, row.fqn.rpartition(".")[2], config)}
+    return [
+        replace(row, converted=False, reason=reason) if row.converted and row.fqn not in frozen else row for row in rows
+    ]
 
 
 def converted_already(found: str) -> ConfigError:

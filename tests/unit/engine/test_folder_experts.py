@@ -11,11 +11,14 @@ import torch
 from support.fp8_folders import EXPERTS, load, write
 from torch import nn
 
+from fp8_ds.config import LinearConfig
 from fp8_ds.engine.compat.model import refuse_stored
 from fp8_ds.engine.folder_experts import own_experts
 from fp8_ds.engine.folder_model import as_bytes, make_plain, take_over
 from fp8_ds.errors import UnsupportedError
-from fp8_ds.nn.moe.experts import is_stock_experts
+from fp8_ds.nn.moe.experts import WEIGHTS, is_stock_experts
+from fp8_ds.nn.moe.products import MAX_IN_A_LOOP
+from fp8_ds.nn.plan.plan import make_plan
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("transformers.integrations.finegrained_fp8")
@@ -75,6 +78,36 @@ def test_experts_below_wrappers_are_found(model: Any) -> None:
     assert own_experts(wrapped).keys() == {module}
     make_plain(wrapped)
     assert type(module) is type(fresh(model))
+
+
+def plan_of(model: Any, frozen: str = "fp8", recipe: str = "tensorwise") -> dict[str, tuple[bool, str]]:
+    config = LinearConfig.model_validate({"frozen": frozen, "recipe": recipe})
+    rows = make_plan(model, config, may_be_empty=True, device=torch.device("cpu")).layers
+    return {row.fqn.rpartition(".")[2]: (row.converted, row.reason) for row in rows if row.num_experts}
+
+
+def loaded(folder: Path, **sizes: int) -> Any:
+    write(str(folder), "blocks", EXPERTS["Qwen3Moe"] | sizes, "Qwen3Moe")
+    model = load(str(folder))
+    make_plain(model)
+    return model.requires_grad_(False)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "rowwise"])
+def test_frozen_experts_keep_their_bytes_however_many_there_are(tmp_path: Path, recipe: str) -> None:
+    """Of those that train more than 16 would stay bf16 on this device, and any with scales of rows or blocks."""
+    model = loaded(tmp_path, num_experts=MAX_IN_A_LOOP + 1)
+    assert plan_of(model, recipe=recipe) == dict.fromkeys(WEIGHTS, (True, "frozen"))
+    assert not any(converted for converted, _ in plan_of(model, "bf16", recipe).values())
+    model.get_submodule(LAYER).down_proj.requires_grad_()
+    found = plan_of(model, recipe=recipe)
+    assert found["gate_up_proj"] == (True, "frozen") and not found["down_proj"][0]
+
+
+def test_frozen_experts_whose_blocks_end_within_an_expert_stay_bf16(tmp_path: Path) -> None:
+    found = plan_of(loaded(tmp_path, hidden_size=192))
+    assert found["gate_up_proj"] == (True, "frozen")
+    assert found["down_proj"] == (False, "frozen, and its FP8 folder has blocks of less than 128 rows")
 
 
 def test_bytes_of_experts_pass_casts_of_the_model(model: Any) -> None:

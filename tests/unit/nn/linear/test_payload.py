@@ -4,7 +4,7 @@ import pytest
 import torch
 from support import many_scales
 
-from fp8_ds.nn.linear.payload import ROW, TENSOR, TILE, CopiedScales, per_element
+from fp8_ds.nn.linear.payload import ROW, TENSOR, TILE, CopiedScales, Fp8Payload, per_element
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.ops.blockwise import quantize_blockwise
 from fp8_ds.ops.quantize import quantize, quantize_part, quantize_rowwise, quantize_tensorwise
@@ -43,6 +43,22 @@ def test_a_non_finite_element_spoils_its_own_block_only(granularity, bad):
     _, scale_inv = granularity.scales(granularity.amax(weight.view(-1), weight.shape))
     assert scale_inv.isnan().sum() == 1
     assert per_element(scale_inv, weight.shape).expand(weight.shape)[130, 200].isnan()
+
+
+@pytest.mark.parametrize("shape", [(3, 256, 200), (3, 128, 100), (1, 128, 128)])
+def test_a_stack_has_the_tiles_and_bytes_of_its_matrices(shape):
+    """Also where a scale for each matrix, [3, 1], looks like one for each row of a matrix of 3."""
+    matrices = torch.stack([many_scales("per_tile", *shape[1:]) * 10.0**-i for i in range(shape[0])])
+    each = [whole(matrix, TILE) for matrix in matrices]
+    codes, scale_inv = torch.stack([one for one, _ in each]), torch.cat([one for _, one in each])
+    amax = TILE.amax(matrices.view(-1), shape)
+    assert amax.shape == scale_inv.shape == TILE.grid(shape)
+    assert_bitwise(TILE.scales(amax)[1], scale_inv)
+    payload = Fp8Payload("stack", 1 / scale_inv, scale_inv, torch.bfloat16)
+    payload.data = payload.quantize(matrices)
+    assert_bitwise(payload.data, codes)
+    values = [one.float() * per_element(own, one.shape) for one, own in each]
+    assert_bitwise(payload.dequantize(), torch.stack(values).bfloat16())
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=["tensor", "row", "tile"])

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8_ds.config import LinearConfig
 from fp8_ds.nn.linear.fp8_linear import Fp8Linear
 from fp8_ds.nn.linear.payload import Fp8Payload
-from fp8_ds.nn.linear.recipes import Bf16Recipe, DelayedRecipe, TensorwiseRecipe
+from fp8_ds.nn.linear.recipes import Bf16Recipe, BlockwiseRecipe, DelayedRecipe, TensorwiseRecipe
 from fp8_ds.nn.moe.products import Groups, grouped_linear, has_one_launch
 from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.numerics.scale import AmaxHistory
@@ -135,6 +135,45 @@ def test_it_is_the_fp8_linears_of_the_experts_where_scales_are_the_same(
         amaxes.append(own_recipe.history.amax_local)
     assert_bitwise(given.grad, expected_x if is_dispatched else groups.collect(expected_x).sum(1))
     assert_bitwise(recipe.history.amax_local, torch.stack(amaxes).amax(0))
+
+
+@pytest.mark.parametrize("is_dispatched", [False, True])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_it_is_the_fp8_linears_of_frozen_experts_with_the_blocks_of_a_folder(
+    is_packed: bool, is_dispatched: bool
+) -> None:
+    """Their scales are no powers of two, and blocks are cut at the last columns; packed is what one launch reads."""
+    num_out, num_in, generator = 256, 200, torch.Generator().manual_seed(0)
+    groups = Groups.of(torch.tensor(MANY), NUM_EXPERTS, is_packed=is_packed)
+    codes = (torch.randn(NUM_EXPERTS, num_out, num_in, generator=generator) * 100).to(torch.float8_e4m3fn)
+    scale_inv = torch.rand(NUM_EXPERTS * 2, 2, generator=generator) * torch.logspace(-3, 1, NUM_EXPERTS * 2)[:, None]
+    x = torch.randn(len(MANY), num_in, generator=generator) * torch.logspace(-2, 1, len(MANY))[:, None]
+    grad = groups.dispatch(torch.randn(len(MANY), num_out, generator=generator).bfloat16())
+    config = LinearConfig.model_validate({"recipe": "blockwise", "grad_dtype": "e4m3"})
+    p, recipe = with_payload(codes.bfloat16(), codes, scale_inv).requires_grad_(False), BlockwiseRecipe(config)
+    recipe.is_stored = True
+    assert not has_one_launch(x, (num_out, num_in), [recipe])
+    given = (groups.dispatch(x.bfloat16()) if is_dispatched else x.bfloat16()).requires_grad_()
+    output = grouped_linear(given, p, groups, recipe, is_dispatched=is_dispatched)
+    output.backward(grad)
+    assert given.grad is not None and p.grad is None
+    expected_x = torch.zeros(groups.num_rows, num_in).bfloat16()
+    for expert, (start, _) in enumerate(groups.bounds[:-1]):
+        own = tokens_of(expert, MANY)
+        linear: Any = nn.Linear(num_in, num_out, bias=False).bfloat16()
+        of_expert = with_payload(codes[expert].bfloat16(), codes[expert], scale_inv[2 * expert : 2 * expert + 2])
+        linear.weight = of_expert.requires_grad_(False)
+        Fp8Linear.from_linear(linear, BlockwiseRecipe(config))
+        x_e, rows = x[own].bfloat16().requires_grad_(), slice(start, start + len(own))
+        own_output = linear(x_e)
+        assert_bitwise(output[rows].detach(), own_output.detach())
+        own_output.backward(grad[rows])
+        assert x_e.grad is not None
+        expected_x[rows] = x_e.grad
+    if is_dispatched:
+        assert_bitwise(given.grad, expected_x)
+    else:
+        assert_bitwise(given.grad, groups.combine(expected_x))
 
 
 @pytest.mark.parametrize("recipe", [TensorwiseRecipe(LinearConfig()), delayed()], ids=["tensorwise", "delayed"])
