@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import test_folder_model as base
@@ -14,6 +15,8 @@ import training
 from support import fp8_folders
 from support.fp8_folders import EXPERTS, batch, load, stored_in_model, values
 from torch import Tensor, nn
+
+from fp8_ds.nn.moe import products
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("transformers.integrations.finegrained_fp8")
@@ -194,8 +197,13 @@ def test_frozen_experts_multiply_by_the_folders_own_scales(ranks: Any, tmp_path:
     ranks(1).run(compute, write(tmp_path, "Qwen3Moe", hidden_size=hidden), hidden % 128 == 0)
 
 
-def train_beside(folder: str, stage: int, recipe: str, is_trained: str) -> None:
+def train_beside(folder: str, stage: int, recipe: str, is_trained: str, is_one_launch: bool) -> list[float]:
     """One stack of the two trains, and whatever else is no expert."""
+    with mock.patch.object(products.grouped, "can_run", lambda device: is_one_launch):
+        return _train_beside(folder, stage, recipe, is_trained)
+
+
+def _train_beside(folder: str, stage: int, recipe: str, is_trained: str) -> list[float]:
     expected, model = stored_in_model(folder), load(folder)
     for name, p in model.named_parameters():
         p.requires_grad_(("experts" not in name or is_trained in name) and "scale" not in name)
@@ -212,6 +220,7 @@ def train_beside(folder: str, stage: int, recipe: str, is_trained: str) -> None:
     with pytest.raises(base.UnsupportedError, match=rf"{frozen}, which wants a gradient.*before deepspeed\.initialize"):
         engine(**batch())
     training.destroy(engine)
+    return losses
 
 
 @pytest.mark.parametrize(
@@ -226,7 +235,10 @@ def train_beside(folder: str, stage: int, recipe: str, is_trained: str) -> None:
 def test_a_stack_keeps_its_bytes_beside_one_that_trains(
     ranks: Any, tmp_path: Path, stage: int, recipe: str, is_trained: str
 ) -> None:
-    ranks(1).run(train_beside, write(tmp_path, "Qwen3Moe"), stage, recipe, is_trained)
+    """Also where all experts of that one are computed at once, on rows without zeros between."""
+    folder = write(tmp_path, "Qwen3Moe")
+    looped, at_once = (ranks(1).run(train_beside, folder, stage, recipe, is_trained, how)[0] for how in (False, True))
+    assert looped == pytest.approx(at_once, rel=0.05)
 
 
 def train_sums(folder: str, stage: int, targets: list[str]) -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support import many_scales
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_ds.nn.linear.payload import ROW, TENSOR, TILE, CopiedScales, Fp8Payload, per_element
 from fp8_ds.numerics.formats import E4M3
@@ -58,7 +59,22 @@ def test_a_stack_has_the_tiles_and_bytes_of_its_matrices(shape):
     payload.data = payload.quantize(matrices)
     assert_bitwise(payload.data, codes)
     values = [one.float() * per_element(own, one.shape) for one, own in each]
-    assert_bitwise(payload.dequantize(), torch.stack(values).bfloat16())
+    with Largest() as largest:
+        found = payload.dequantize()
+    assert_bitwise(found, torch.stack(values).bfloat16())
+    assert largest.numel < 2 * values[0].numel()
+
+
+class Largest(TorchDispatchMode):
+    """Largest number of elements of a tensor in float32 that is made meanwhile."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
+            self.numel = max(self.numel, result.untyped_storage().nbytes() // 4)
+        return result
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=["tensor", "row", "tile"])
