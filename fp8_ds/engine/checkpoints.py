@@ -95,7 +95,8 @@ class Fp8Checkpoints:
             )
 
         writes = self.save_non_zero_checkpoint or isinstance(self, PipelineEngine)
-        with self.optimizer.fp8_export(writes) if self.fp8 is not None else nullcontext():
+        with_frozen = not exclude_frozen_parameters
+        with self.optimizer.fp8_export(writes, with_frozen=with_frozen) if self.fp8 is not None else nullcontext():
             saved = save_whole(self, save_dir, tag, save_latest, write)
         self._fp8_note_save()
         return saved

@@ -45,13 +45,15 @@ class Fp8AccessStage12:
         yield {}
 
     @contextmanager
-    def fp8_export(self: Any, wanted: bool, on_device: bool = False) -> Iterator[None]:
+    def fp8_export(self: Any, wanted: bool, on_device: bool = False, with_frozen: bool | None = None) -> Iterator[None]:
         """Give readers of FP8 weights bf16 of the masters inside the block, bitwise. Collective on entry.
 
         Args:
             wanted: whether this rank reads them; elsewhere readers get meta tensors, or one NaN expanded on the CPU for
                 a weight that a user has frozen: DeepSpeed's saves copy it there on every rank.
             on_device: whether readers get them on the weights' device, at 2 bytes a weight, and not on the CPU.
+            with_frozen: whether frozen weights are wanted, in bf16 on the CPU: a state dict would hold bf16 of all of
+                them on the device. None: they are read as ever.
         """
         payloads: list[Fp8Payload] = []
         self.fp8_is_exporting = True
@@ -66,6 +68,10 @@ class Fp8AccessStage12:
                     else:
                         p._fp8.export = p._fp8.placeholder.cpu().expand(full.shape)
                     payloads.append(p._fp8)
+            for payload in (p._fp8 for p in self._fp8.frozen.values() if with_frozen is not None):
+                nothing = payload.placeholder.cpu().expand(payload.data.shape)
+                payload.export = payload.dequantize().cpu() if wanted and with_frozen else nothing
+                payloads.append(payload)
             yield
         finally:
             self.fp8_is_exporting = False

@@ -252,10 +252,11 @@ class Fp8ZeroStage3:
         yield {}
 
     @contextmanager
-    def fp8_export(self: Any, wanted: bool) -> Iterator[None]:
-        """Give frozen weights that have none bf16 shards inside the block: DeepSpeed's checkpoints hold them in the
-        place of masters. Its exports of ZeRO-3 gather bf16 of the masters by themselves."""
-        with self._fp8_shards.bf16_shards(self._fp8_without_bf16()):
+    def fp8_export(self: Any, wanted: bool, with_frozen: bool | None = None) -> Iterator[None]:
+        """Give frozen weights that have none bf16 shards inside the block, unless `with_frozen` is false: DeepSpeed's
+        checkpoints hold them in the place of masters. Its exports of ZeRO-3 gather bf16 of the masters by themselves.
+        """
+        with self._fp8_shards.bf16_shards([] if with_frozen is False else self._fp8_without_bf16()):
             yield
 
     @contextmanager
