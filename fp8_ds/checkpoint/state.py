@@ -150,7 +150,8 @@ def wrong_entries(
     names = {row.weight_name for row in plan.layers if row.converted}
     shapes: dict[tuple[Any, ...], tuple[int, ...]] = {}
     if granularity == TENSOR:
-        shapes = {("scale_inv", name): () for name in names - context.frozen.keys()}  # one may have come in FP8
+        # Of others, frozen or in bf16 now, scales may be those of an FP8 folder.
+        shapes = {("scale_inv", name): () for name in names & context.trainable.keys()}
     elif with_optimizer and not of_other_shards:  # frozen ones have one scale where masters were split at the start
         here = {name: context.weights[name] for name in names & context.trainable.keys()}
         shapes = {("scale_inv", name): granularity.grid(getattr(p, "ds_shape", p.shape)) for name, p in here.items()}

@@ -261,6 +261,36 @@ def test_frozen_layers_under_adapters_keep_bytes_and_scales(
     ranks(num_ranks).run(train_adapters, str(tmp_path), stage, fp8, kind)
 
 
+def save_in_fp8_load_in_bf16(folder: str, stage: int) -> None:
+    """What is frozen has bf16 of the folder's bytes, and adapters go on."""
+    fp8 = {"linear": {**FROZEN["linear"], "recipe": "tensorwise"}}
+    engine = start(folder, stage, fp8, lora=True)
+    steps(engine, 1)
+    engine.save_checkpoint(f"{folder}/ckpt")
+    adapters = {name: master for name, master in training.full_masters(engine).items() if "lora_" in name}
+    training.destroy(engine)
+    fp8["linear"]["filter_fqns"] = [*FROZEN["linear"]["filter_fqns"], "up_proj"]
+    engine = start(folder, stage, fp8, lora=True)
+    engine.load_checkpoint(f"{folder}/ckpt")
+    loaded = training.full_masters(engine)
+    assert adapters and all(torch.equal(loaded[name], master) for name, master in adapters.items())
+    import deepspeed
+
+    p = next(p for name, p in engine.module.named_parameters() if "up_proj" in name)
+    expected = next(value for name, value in values(folder).items() if "up_proj" in name)
+    with deepspeed.zero.GatheredParameters([p]):
+        assert not hasattr(p, "_fp8") and torch.equal(p.data, expected.bfloat16())
+    steps(engine, 1, 1)
+    training.destroy(engine)
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_frozen_layers_that_are_in_bf16_now_load_what_was_saved_in_fp8(ranks: Any, tmp_path: Any, stage: int) -> None:
+    pytest.importorskip("peft")
+    fp8_folders.write(str(tmp_path), "blocks", RAGGED)
+    ranks(1).run(save_in_fp8_load_in_bf16, str(tmp_path), stage)
+
+
 def compute(folder: str, stage: int, kind: str) -> None:
     engine = start(folder, stage, {"linear": {**FROZEN["linear"], "recipe": "tensorwise"}}, lora=True)
     weight = values(folder)["model.layers.0.mlp.up_proj.weight"]
