@@ -71,7 +71,7 @@ class Layout:
 
         A scale of a row is none of a part's columns, and a block must not reach from one run into the next.
         """
-        if self.dim is None or len(self.runs) == 1:
+        if self.dim is None or (len(self.runs) == 1 and self.runs[0].start == 0):
             return True
         if stored.is_row:
             return self.dim == 0
@@ -126,7 +126,8 @@ def without_info() -> UnsupportedError:
     """Return the error for parts that nothing says how to join."""
     return UnsupportedError(
         f"convert: expected {INFO!r} in model files, by which parts of tensor-parallel ranks are joined, got none. "
-        "Save it again with this fp8_ds (AutoTP: with DeepSpeed 0.19.8), or with that entry in client_state."
+        "Save it again with this fp8_ds (AutoTP: with DeepSpeed 0.19.8), or with that entry in client_state. A "
+        "pipeline's stages have names of their own: load them without a pipeline, and export that."
     )
 
 
@@ -187,6 +188,8 @@ def _in_order(name: str, parts: Sequence[Shape], dim: int, widths: Sequence[Sequ
         for rank, width in enumerate(by_rank):
             runs.append(Run(rank, starts[rank], width))
             starts[rank] += width
+    if starts != [part[dim] for part in parts]:
+        raise ValueError(f"{name} has shapes {list(parts)}, and parts of widths {[list(one) for one in widths]}")
     return _checked(name, parts, dim, runs)
 
 
@@ -207,6 +210,8 @@ def _by_places(name: str, entry: Mapping[str, Any], parts: Sequence[Shape]) -> L
     said = [tuple(ranks[rank]["shard_shape"]) for rank in range(len(parts))]
     if said != list(parts):
         raise _unknown(name, f"its parts are {list(map(list, parts))}, and are said to be {list(map(list, said))}")
+    if any(piece.get("scale", 1.0) != 1.0 for one in ranks.values() for piece in one["pieces"]):
+        raise _unknown(name, "a part is a multiple")
     if all(part == whole for part in parts):
         return Layout(whole, tuple(parts))
     dims = {dim for part in parts for dim, size in enumerate(part) if size != whole[dim]}
@@ -218,8 +223,6 @@ def _by_places(name: str, entry: Mapping[str, Any], parts: Sequence[Shape]) -> L
         for piece in one["pieces"]:
             size = int(piece["shape"][dim])
             starts = [_start(name, piece, *pair, dim) for pair in (("source", whole), ("dest", parts[rank]))]
-            if piece.get("scale", 1.0) != 1.0:
-                raise _unknown(name, "a part is a multiple")
             placed.append((starts[0], Run(rank, starts[1], size)))
     end, runs = 0, []
     for start, run in sorted(placed, key=lambda pair: (pair[0], pair[1].rank)):

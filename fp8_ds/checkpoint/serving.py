@@ -66,8 +66,7 @@ class Export:
         others: names of those that stay bf16.
         own: which elements share a scale in training.
         master: format of the masters, of which split ones have the codes as their upper part.
-        scale_inv: scales of split masters at the save, by names of weights, of each tensor-parallel rank; others follow
-            from largest magnitudes.
+        scale_inv: scales at the save, by names of weights, of each tensor-parallel rank.
         form: "fp8-block" or "compressed-tensors".
         names: names of tensors in the folder.
         left_out: names that modules have in the folder which are not in FP8 and could be.
@@ -166,7 +165,14 @@ class Export:
         if self.master.is_split:
             scale_inv = self.scale_inv[rank][name].float()
             return encode(master, self.master, scale_inv)[0].view(E4M3.torch_dtype), scale_inv
-        scale, scale_inv = self.own.scales(self.own.amax(master.reshape(-1), master.shape))
+        amax = self.own.amax(master.reshape(-1), master.shape)
+        scale, scale_inv = self.own.scales(amax)
+        saved = self.scale_inv[rank].get(name)
+        if saved is not None and saved.shape == scale_inv.shape:
+            saved = saved.float().to(scale_inv.device)
+            # Others than by rule are of an FP8 folder, or of what a user had written at the save.
+            is_kept = (saved != scale_inv) & (amax <= E4M3.max * saved * (1 + 2**-20))
+            scale, scale_inv = torch.where(is_kept, saved.reciprocal(), scale), torch.where(is_kept, saved, scale_inv)
         return quantize(master, per_element(scale, master.shape), E4M3), scale_inv
 
     def quantization_config(self) -> dict[str, Any]:
@@ -269,7 +275,7 @@ def export_of(
     left_out = _left_out(known, others, {row.weight_name for row in rows}, beside)
     modules = tuple(key.removesuffix(".weight") for pair in left_out.items() for key in _shapes_in(names, *pair))
     fqns, layers = tuple(row.fqn for row in others), {row.weight_name: row for row in rows}
-    scale_inv = tuple(one.get("scale_inv", {}) if is_split else {} for one in (state, *other_ranks))
+    scale_inv = tuple(one.get("scale_inv", {}) for one in (state, *other_ranks))
     return Export(layers, fqns, own, master, scale_inv, form, names, modules, matrices, layouts)
 
 
@@ -288,7 +294,8 @@ def _whole_plan(
         if odd := sorted(fqn for fqn in own | theirs if own.get(fqn) != theirs.get(fqn)):
             raise UnsupportedError(
                 f"convert: expected the same layers in FP8 on all tensor-parallel ranks, got {odd[0]}, which is so on "
-                "some. Leave it in bf16 (fp8.linear.filter_fqns), or convert to safetensors."
+                "some. Leave it and its like in bf16 (fp8.linear.filter_fqns), or, if a rank has nothing of a layer, "
+                "shard over fewer ranks."
             )
     rows = []
     for row in plan.layers:

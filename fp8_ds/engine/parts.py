@@ -71,19 +71,20 @@ class TensorParallelParts:
         self.other_ranks: list[Mapping[str, Any]] = []
         if self.group is None:
             return
-        if frozen := [name for name, p in module.named_parameters() if not p.requires_grad]:
+        frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
+        told: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(told, (self.shapes, engine.fp8.plan.to_state(), frozen), group=self.group)
+        if found := next((frozen for *_, frozen in told if frozen), None):
             raise UnsupportedError(
                 f"{what}: expected trained weights only in a model that tensor parallelism shards, got frozen ones "
-                f"({frozen[0]}), of which nothing says how they are joined. Use engine.save_checkpoint and "
+                f"({found[0]}), of which nothing says how they are joined. Use engine.save_checkpoint and "
                 "`fp8-ds convert --to universal`, load that into the whole model, and export there."
             )
-        told: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(told, (self.shapes, engine.fp8.plan.to_state()), group=self.group)
         info = getattr(module, UNIVERSAL_CHECKPOINT_INFO, None) or universal_info(module).get(UNIVERSAL_CHECKPOINT_INFO)
-        self.layouts = layouts_of(info, [shapes for shapes, _ in told])
+        self.layouts = layouts_of(info, [shapes for shapes, *_ in told])
         self.shapes = {name: layout.shape for name, layout in self.layouts.items()}
         own = dist.get_rank(self.group)
-        self.other_ranks = [{"plan": plan} for rank, (_, plan) in enumerate(told) if rank != own]
+        self.other_ranks = [{"plan": plan} for rank, (_, plan, _) in enumerate(told) if rank != own]
 
     def gather(self, name: str, part: Tensor, shapes: Sequence[Sequence[int]] | None = None) -> list[Tensor]:
         """Return what all ranks pass, in its dtype, one byte an element of FP8; what is whole on each is not sent.

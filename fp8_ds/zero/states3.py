@@ -169,7 +169,7 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
                 self.fp32_partitioned_groups_flat[row].detach().narrow(0, offset, shard.numel).copy_(value)
 
     def _fp8_set_sources(self: Any) -> None:
-        if self.optimizer._core is not None:
+        if self.optimizer.has_core:
             self._fp8_repoint()
 
     @torch.no_grad()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +38,35 @@ class Part(NamedTuple):
     start: int
 
 
+@dataclass
+class KeptScales:
+    """Scales of weights that came in FP8, which hold as long as the largest magnitude of their elements is what it was.
+
+    Made anew of it, scales would be others, and bytes be rounded twice. float32 [num_scales]; NaN where there are none.
+
+    Attributes:
+        amax: of the values that came, once they are measured.
+    """
+
+    amax: Tensor
+    scale: Tensor
+    scale_inv: Tensor
+    is_measured: bool = False
+
+    def measure(self, amax: Tensor) -> None:
+        """Take `amax` if it is the first one."""
+        if not self.is_measured:
+            self.amax.copy_(torch.where(self.scale_inv.isnan(), math.nan, amax))
+            self.is_measured = True
+
+    def replace(self, amax: Tensor, start: int, scale: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
+        """Return scales of `amax`, which begins at entry `start`, with those that hold in the place of the others."""
+        kept = (x[start : start + amax.numel()].view(amax.shape) for x in (self.amax, self.scale, self.scale_inv))
+        own_amax, own_scale, own_scale_inv = kept
+        holds = amax == own_amax
+        return torch.where(holds, own_scale, scale), torch.where(holds, own_scale_inv, scale_inv)
+
+
 class WeightQuantizer:
     """Quantiser that keeps the FP8 shards of this rank equal to the quantised masters.
 
@@ -50,7 +80,7 @@ class WeightQuantizer:
         granularity: which elements of a weight share a scale.
         history: amax histories of the recipe `delayed`, else None.
         counter: counts the all-reduces.
-        first: scale_inv, by index of the weight, that the first `refresh` takes: of weights that came in FP8.
+        stored: scale_inv of weights that came in FP8, by index.
 
     Attributes:
         scale, scale_inv: lists of num_weights float32 views: the grid of each weight (see nn/linear/payload.py),
@@ -65,10 +95,9 @@ class WeightQuantizer:
         device: torch.device,
         history: AmaxHistory | None,
         counter: ByteCounter,
-        first: Mapping[int, Tensor] | None = None,
+        stored: Mapping[int, Tensor] | None = None,
     ) -> None:
         self.group = group
-        self._first = dict(first or {})
         self.history = history
         self.counter = counter
         self.granularity = granularity
@@ -91,6 +120,15 @@ class WeightQuantizer:
         self._parts: list[tuple[int, Part]] = []
         self._at = torch.empty(0, dtype=torch.long, device=device)
         self._cast: MultiTensorQuantize | None = None
+        self._kept = self._keep(stored) if stored else None
+
+    def _keep(self, stored: Mapping[int, Tensor]) -> KeptScales:
+        nothing = torch.full((3, self._num_scales), math.nan, dtype=torch.float32, device=self.device)
+        kept = KeptScales(nothing[0], nothing[1], nothing[2])
+        for index, scale_inv in stored.items():
+            kept.scale_inv[self._starts[index] :][: scale_inv.numel()] = scale_inv.reshape(-1)
+        torch.reciprocal(kept.scale_inv, out=kept.scale)
+        return kept
 
     def _grids(self, vector: Tensor, starts: list[int]) -> list[Tensor]:
         """Return each weight's grid as a view of a vector, with a version counter of its own."""
@@ -127,13 +165,12 @@ class WeightQuantizer:
             self._amax[self._num_scales :].copy_(self.history.amax_local)
         max_reduce(self.group, self._amax)
         self.counter.num_amax_reduces += 1
-        scale, scale_inv = self.granularity.scales(self._amax[: self._num_scales])
+        amax = self._amax[: self._num_scales]
+        if self._kept is not None:
+            self._kept.measure(amax)
+        scale, scale_inv = self._scales_of(amax)
         self._scales.index_copy_(0, self._scale_at, scale)
         self._scales_inv.index_copy_(0, self._scale_at, scale_inv)
-        while self._first:
-            index, stored = self._first.popitem()
-            self.scale_inv[index].copy_(stored)
-            torch.reciprocal(self.scale_inv[index], out=self.scale[index])
         if self._cast is None:
             self._cast = MultiTensorQuantize([self._cast_part(index, part) for index, part in self._parts], E4M3)
         self._cast()
@@ -148,9 +185,14 @@ class WeightQuantizer:
     @torch.no_grad()
     def rescale(self, index: int, amax: Tensor) -> None:
         """Give weight `index` the scales of `amax` (a grid), the same on all ranks if `amax` is."""
-        scale, scale_inv = self.granularity.scales(amax)
+        scale, scale_inv = self._scales_of(amax, self._starts[index])
         self.scale[index].copy_(scale)
         self.scale_inv[index].copy_(scale_inv)
+
+    def _scales_of(self, amax: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+        """Return (scale, scale_inv) of `amax`, which is that of entries from `start` on of the vector of all."""
+        found = self.granularity.scales(amax)
+        return found if self._kept is None else self._kept.replace(amax, start, *found)
 
     @torch.no_grad()
     def quantize_into(self, out: Tensor, value: Tensor, index: int, start: int = 0) -> None:

@@ -21,6 +21,7 @@ import hashlib
 import itertools
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -169,12 +170,12 @@ def digest_of_checkpoint(engine: Any) -> str:
     """Hash of all tensors of a checkpoint. Collective."""
     place: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(place)
-    with tempfile.TemporaryDirectory(dir=place[0]) as own:  # the last rank that leaves has no need of the folder
-        engine.save_checkpoint(place[0], "tag")
-        files = sorted(Path(place[0], "tag").glob("*.pt"))
-        read = {path.name: torch.load(path, map_location="cpu", weights_only=False) for path in files}
-        dist.barrier()
-        assert own
+    engine.save_checkpoint(place[0], "tag")
+    files = sorted(Path(place[0], "tag").glob("*.pt"))
+    read = {path.name: torch.load(path, map_location="cpu", weights_only=False) for path in files}
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(place[0])
     return digest_of(tensors_in(read))
 
 

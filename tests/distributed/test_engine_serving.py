@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 import training
+from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from safetensors.torch import load_file
 from support import fp8_folders
@@ -256,3 +257,53 @@ def test_out_in_and_out_again_gives_the_same_bits(
     assert first.keys() == second.keys() and sum("_scale" in name for name in first) == 14
     for name, tensor in first.items():
         assert torch.equal(tensor.view(torch.uint8), second[name].view(torch.uint8)), name
+
+
+def in_and_out(folder: str, stage: int, fp8: dict[str, Any]) -> list[Any]:
+    """A folder in, saved before the first step, and out; losses of a run that goes on and of one that resumes."""
+    engine = training.start(fp8_folders.load(folder, torch.float32), training.ds_config(stage, fp8))
+    before = training.fp8_state(engine)
+    with GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+        pass  # nobody writes
+    training.assert_fp8_equals(training.fp8_state(engine), before)
+    engine.save_checkpoint(f"{folder}/ckpt")
+    engine.save_fp8_pretrained(f"{folder}/live")
+    losses = []
+    for is_resumed in (False, True):
+        if is_resumed:
+            engine = training.start(fp8_folders.load(folder, torch.float32), training.ds_config(stage, fp8))
+            engine.load_checkpoint(f"{folder}/ckpt")
+            training.assert_fp8_equals(training.fp8_state(engine), before)
+        losses.append([])
+        for step in range(2):
+            loss = engine(**fp8_folders.batch(step)).loss
+            engine.backward(loss)
+            engine.step()
+            losses[-1].append(float(loss))
+        training.destroy(engine)
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind", "fp8", "power_of_two"),
+    [
+        (3, "rows", {"linear": {"recipe": "rowwise"}}, False),
+        (2, "blocks", {"linear": {"recipe": "blockwise"}}, True),
+        pytest.param(2, "rows", {"linear": {"recipe": "rowwise"}}, False, marks=pytest.mark.slow),
+        pytest.param(3, "blocks", {"linear": {"recipe": "blockwise"}}, True, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_until_the_first_step_a_folders_own_bytes_and_scales_are_computed_saved_resumed_and_converted(
+    ranks: Any, tmp_path: Path, stage: int, kind: str, fp8: dict[str, Any], power_of_two: bool
+) -> None:
+    """Of these folders no largest code is 448: scales made of the values are others, and so are bytes."""
+    fp8_folders.write(str(tmp_path), kind, fp8_folders.WHOLE, power_of_two=power_of_two)
+    going_on, resumed = ranks(2).run(in_and_out, str(tmp_path), stage, fp8)[0]
+    assert going_on == resumed
+    convert(tmp_path / "ckpt", tmp_path / "out", "fp8", model=tmp_path / "live")
+    there, live, converted = (load_file(tmp_path / name / "model.safetensors") for name in ("", "live", "out"))
+    assert there.keys() == live.keys() == converted.keys()
+    for name, tensor in there.items():
+        for other in (live, converted):
+            assert torch.equal(tensor.view(torch.uint8), other[name].view(torch.uint8)), name

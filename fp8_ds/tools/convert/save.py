@@ -20,13 +20,17 @@ from torch import Tensor
 from fp8_ds.checkpoint import folders
 from fp8_ds.checkpoint.folders import GLOBAL_STATE
 from fp8_ds.checkpoint.parts import INFO, Layout, layouts_of, without_info
-from fp8_ds.checkpoint.state import CHECKPOINT_KEY, LEFT_OUT_KEY, master_of
+from fp8_ds.checkpoint.state import CHECKPOINT_KEY, LEFT_OUT_KEY
 from fp8_ds.errors import CheckpointError, ConfigError, Fp8DsError, UnsupportedError
-from fp8_ds.numerics.masters import BY_NAME
 from fp8_ds.tools.convert.universal import read_file, refuse_damage, shapes_in
 
 _PATTERN_SIGNS = frozenset("*?[(){}+^$|\\")
 """Signs of globs and regular expressions, which DeepSpeed's converter makes of names."""
+_OF_DEEPSPEED = (
+    *(AssertionError, FileNotFoundError, IndexError, KeyError, RuntimeError, ValueError),
+    StopIteration,  # a tensor-parallel rank has nothing of a weight
+)
+"""What its converters raise of files that they cannot join."""
 _PART = re.compile(r"mp_rank_(\d+)")
 MODEL_FILES, _LAYER_FILES = "*mp_rank_*_model_states.pt", "layer_*-model_states.pt"
 
@@ -77,7 +81,7 @@ def _staged_save(
             (staged / path.name).symlink_to(path.absolute())
         try:
             yield staged, model, names
-        except (AssertionError, FileNotFoundError, IndexError, KeyError, RuntimeError, ValueError) as error:
+        except _OF_DEEPSPEED as error:
             if isinstance(error, Fp8DsError) or "inline_container" in str(error):  # the latter is a full disk
                 raise
             said = re.sub(rf"{re.escape(place)}/\w+", lambda _: str(folder), str(error).rstrip("."))
@@ -114,10 +118,11 @@ def layouts_in(folder: Path, trust_pickle: bool) -> tuple[dict[str, Any], dict[s
     shapes = [shapes_in(model, path) for model, path in zip(models, files, strict=True)]
     if len(models) == 1:
         return shapes[0], {}
-    if any(own.keys() != shapes[0].keys() for own in shapes):
+    if odd := next((name for own in shapes for name in sorted(own.keys() ^ shapes[0].keys())), None):
         raise UnsupportedError(
-            "convert: expected the same parameters in the model files of all ranks, got others, as those of a "
-            "pipeline's stages, whose names are not the model's. Export with your own names."
+            f"convert: expected the same parameters in the model files of all ranks, got {odd} in some. If they are "
+            "stages of a pipeline, whose names are not the model's, export with your own names. If a tensor-parallel "
+            "rank has nothing of it, as with fewer key-value heads than ranks, shard over fewer ranks."
         )
     if frozen := models[0].get(constants.FROZEN_PARAM_SHAPES):
         raise UnsupportedError(
@@ -239,8 +244,6 @@ def _own_state(file: Path, trust_pickle: bool) -> Mapping[str, Any]:
             "convert: expected a checkpoint of an engine with FP8, which says what was in FP8, got one without. "
             "Convert to safetensors."
         )
-    if not BY_NAME[master_of(state["config"])].is_split:
-        return state
     mapped = read_file(file, trust_pickle, "cpu", is_mapped=True)[CHECKPOINT_KEY]["scale_inv"]
     return {**state, "scale_inv": {name: scale.clone() for name, scale in mapped.items()}}
 
