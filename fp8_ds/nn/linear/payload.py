@@ -131,8 +131,10 @@ class CopiedScales:
 
 def per_element(grid: Tensor, shape: Sequence[int]) -> Tensor:
     """Return a grid as a tensor that broadcasts against the weight of `shape`: the grid itself but for tiles."""
+    if grid.dim() == 0 or grid.numel() == 1:  # of a weight of any dims
+        return grid
     rows, cols = matrix_shape(shape)
-    if grid.dim() == 0 or grid.numel() == 1 or grid.shape == (rows, 1):
+    if grid.shape == (rows, 1):
         return grid
     return grid.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:rows, :cols].view(tuple(shape))
 
