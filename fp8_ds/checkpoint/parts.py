@@ -32,7 +32,7 @@ _WIDTHS = "sub_param_shard_widths"
 _VOCABULARY = "vocabulary_parameter_patterns"
 _UNKNOWN = "autotp_unsupported_parameter_patterns"
 _FORMAT = 1
-"""Of the affine map."""
+"""Newest version of the affine map that is understood."""
 
 
 @dataclass(frozen=True)

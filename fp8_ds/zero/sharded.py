@@ -23,7 +23,7 @@ from fp8_ds.zero.weights import WeightQuantizer
 
 
 class Gathered(Enum):
-    """Where the full values of a weight are on this rank. It follows from `ds_status`, which DeepSpeed sets, too.
+    """Place of a weight's full values on this rank. It follows from `ds_status`, which DeepSpeed sets, too.
 
     | from | to | by |
     |---|---|---|
@@ -40,7 +40,7 @@ class Gathered(Enum):
 
 
 class Bf16Shard(Enum):
-    """What `ds_tensor` of a weight is, which DeepSpeed gathers for readers and layers in bf16.
+    """State of a weight's bf16 shard (`ds_tensor`), which DeepSpeed gathers for readers and layers in bf16.
 
     | from | to | by |
     |---|---|---|

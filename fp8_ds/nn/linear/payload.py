@@ -139,6 +139,21 @@ def per_element(grid: Tensor, shape: Sequence[int]) -> Tensor:
     return grid.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:rows, :cols].view(tuple(shape))
 
 
+def dequantize_matrices(codes: Tensor, grid: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return codes times scales, rounded to float32 and then to `dtype`, one matrix after another.
+
+    Args:
+        codes: float8_e4m3fn, one matrix of `shape`, or several behind each other.
+        grid: float32, their scales behind each other in the first dim.
+    """
+    values = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    matrices = codes.reshape(-1, *shape)
+    grids = grid.to(codes.device).view(len(matrices), -1, grid.shape[1])
+    for into, matrix, own in zip(values.view(-1, *shape), matrices, grids, strict=True):
+        into.copy_(matrix.float().mul_(per_element(own, shape)))
+    return values
+
+
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """Return rows and columns of a weight; of a stack those of the matrix that has all rows, one behind the other."""
     return math.prod(shape[:-1]), shape[-1]
@@ -220,11 +235,7 @@ class Fp8Payload:
         assert self.data is not None, f"{self.name} is not gathered"
         if self.data.dim() < 3 or self.scale_inv.dim() == 0:
             return (self.data.float() * per_element(self.scale_inv, self.data.shape)).to(self.dtype)
-        values = torch.empty(self.data.shape, dtype=self.dtype, device=self.data.device)
-        grids = self.scale_inv.view(len(values), -1, self.scale_inv.shape[1])
-        for into, matrix, grid in zip(values, self.data, grids, strict=True):  # bounds the temporaries
-            into.copy_(matrix.float().mul_(per_element(grid, matrix.shape)))
-        return values
+        return dequantize_matrices(self.data, self.scale_inv, self.data.shape[1:], self.dtype)
 
     def quantize(self, weight: Tensor) -> Tensor:
         """Quantize `weight` (hp, full shape) by the scales as they are."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8_ds.nn.linear.payload import ROW, TILE, Granularity, per_element
+from fp8_ds.nn.linear.payload import ROW, TILE, Granularity, dequantize_matrices
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.numerics.scale import MANTISSA
 
@@ -54,11 +54,7 @@ class StoredScales:
 
     def dequantize(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         """Return codes (float8_e4m3fn [out, in], or a stack) times scales, rounded to float32 and then to `dtype`."""
-        values = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-        grids = self.scale_inv.to(codes.device).split(self.granularity.grid(self.shape)[0])
-        for into, matrix, grid in zip(values.view(-1, *self.shape), codes.reshape(-1, *self.shape), grids, strict=True):
-            into.copy_(matrix.float().mul_(per_element(grid, self.shape)))
-        return values
+        return dequantize_matrices(codes, self.scale_inv, self.shape, dtype)
 
     def as_grid(self, granularity: Granularity) -> Tensor | None:
         """Return these scales as the grid of a weight that trains with such of `granularity`; None: by no such rule.

@@ -30,7 +30,7 @@ _OF_DEEPSPEED = (
     *(AssertionError, FileNotFoundError, IndexError, KeyError, RuntimeError, ValueError),
     StopIteration,  # a tensor-parallel rank has nothing of a weight
 )
-"""What its converters raise of files that they cannot join."""
+"""Errors that DeepSpeed's converters raise for files that they cannot join."""
 _PART = re.compile(r"mp_rank_(\d+)")
 MODEL_FILES, _LAYER_FILES = "*mp_rank_*_model_states.pt", "layer_*-model_states.pt"
 
