@@ -57,7 +57,7 @@ def worker(device: torch.device, scale: int) -> dict[str, Any]:
         for buffer in buffers:
             part = buffer.numel() // num_ranks
             buffer[rank * part : (rank + 1) * part] = rank + 1
-            runs.append([ShardRange(r, r * part, (r + 1) * part) for r in range(num_ranks)])
+            runs.append([ShardRange(r * part, (r + 1) * part, r) for r in range(num_ranks)])
 
         def gather() -> int:
             return sum(gather_runs(group, buffer, run) for buffer, run in zip(buffers, runs, strict=True))

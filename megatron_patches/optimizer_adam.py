@@ -9,12 +9,13 @@ import torch
 from megatron.core.optimizer import distrib_optimizer
 from torch import Tensor
 
+from fp8_ds.comm.layout import ShardRange
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.numerics.predicted import PredictedScales
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.base import AdamOptimizer, check_group
 from fp8_ds.optim.core import AdamCore
-from fp8_ds.optim.states import MOMENTS, Flat, Piece, allocate_lo, read_dense, write_dense
+from fp8_ds.optim.states import MOMENTS, FlatBuffer, allocate_lo, read_dense, write_dense
 
 SCALES = "fp8_scale_inv"
 """Key of saved param groups: name -> scale_inv that an FP8 master is stored with. Megatron carries it along unread."""
@@ -73,9 +74,9 @@ class MegatronFp8AdamW(AdamOptimizer):
                 shard = self._shard_of[id(p)] = next(found)
                 shard.group = row
                 allocate_lo(shard, device)
-                pieces.append(Piece(offset, shard))
+                pieces.append((ShardRange(offset, offset + shard.numel), shard))
                 offset += shard.numel
-            flats.append(Flat(row, offset, pieces))
+            flats.append(FlatBuffer(row, offset, pieces))
         self.manage(AdamCore(flats, range(len(flats)), scales, device, self.decoupled, self.seed))
         self._announce()
 

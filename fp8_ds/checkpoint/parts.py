@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fp8_ds.comm.layout import ShardRange
 from fp8_ds.errors import CheckpointError, Fp8DsError, UnsupportedError
 from fp8_ds.nn.linear.payload import Granularity
 from fp8_ds.ops.blockwise import BLOCK
@@ -36,15 +37,6 @@ _FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Run:
-    """Rows or columns that follow each other in a rank's part: `size` of them, from `start` on."""
-
-    rank: int
-    start: int
-    size: int
-
-
-@dataclass(frozen=True)
 class Layout:
     """How parts, one of each tensor-parallel rank, make a tensor.
 
@@ -52,19 +44,19 @@ class Layout:
         shape: of the whole.
         part_shapes: of the parts, by rank.
         dim: along which the whole consists of `runs`; None: each rank has the whole.
-        runs: in the order of the whole.
+        runs: rows or columns of the parts of their ranks, in the order of the whole.
     """
 
     shape: Shape
     part_shapes: tuple[Shape, ...]
     dim: int | None = None
-    runs: tuple[Run, ...] = ()
+    runs: tuple[ShardRange, ...] = ()
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the whole of all ranks' parts; the first of them where each is whole."""
         if self.dim is None:
             return parts[0]
-        return torch.cat([parts[run.rank].narrow(self.dim, run.start, run.size) for run in self.runs], self.dim)
+        return torch.cat([run.narrow(parts[run.rank], self.dim) for run in self.runs], self.dim)
 
     def holds(self, stored: Granularity) -> bool:
         """Whether scales `stored` of the whole can be those that parts have, if those of a whole weight can.
@@ -76,7 +68,7 @@ class Layout:
         if stored.is_row:
             return self.dim == 0
         ends = self.runs[:-1]
-        return all(run.start % BLOCK == 0 for run in self.runs) and all(run.size % BLOCK == 0 for run in ends)
+        return all(run.start % BLOCK == 0 for run in self.runs) and all(run.numel % BLOCK == 0 for run in ends)
 
     def join_scales(self, grids: Sequence[Tensor], stored: Granularity, own: Granularity) -> Tensor:
         """Return the whole's scales, which broadcast to the grid of `stored`, of those of all parts.
@@ -89,7 +81,7 @@ class Layout:
         size = stored.block[self.dim] or max(self.shape[self.dim], 1)
         found = []
         for run in self.runs:
-            num, grid = -(-run.size // size), grids[run.rank]
+            num, grid = -(-run.numel // size), grids[run.rank]
             if own.is_tensor:
                 found.append(grid.reshape(1, 1).repeat_interleave(num, self.dim))
             else:
@@ -186,19 +178,19 @@ def _in_order(name: str, parts: Sequence[Shape], dim: int, widths: Sequence[Sequ
     runs = []
     for by_rank in widths:
         for rank, width in enumerate(by_rank):
-            runs.append(Run(rank, starts[rank], width))
+            runs.append(ShardRange(starts[rank], starts[rank] + width, rank))
             starts[rank] += width
     if starts != [part[dim] for part in parts]:
         raise ValueError(f"{name} has shapes {list(parts)}, and parts of widths {[list(one) for one in widths]}")
     return _checked(name, parts, dim, runs)
 
 
-def _checked(name: str, parts: Sequence[Shape], dim: int, runs: Iterable[Run]) -> Layout:
-    runs = tuple(run for run in runs if run.size)
+def _checked(name: str, parts: Sequence[Shape], dim: int, runs: Iterable[ShardRange]) -> Layout:
+    runs = tuple(run for run in runs if run.numel)
     shape = list(parts[0])
-    shape[dim] = sum(run.size for run in runs)
+    shape[dim] = sum(run.numel for run in runs)
     others = {(*part[:dim], *part[dim + 1 :]) for part in parts}
-    if len(others) > 1 or any(run.start + run.size > parts[run.rank][dim] for run in runs):
+    if len(others) > 1 or any(run.stop > parts[run.rank][dim] for run in runs):
         raise ValueError(f"{name} has shapes {list(parts)}")
     return Layout(tuple(shape), tuple(parts), dim, runs)
 
@@ -218,20 +210,20 @@ def _by_places(name: str, entry: Mapping[str, Any], parts: Sequence[Shape]) -> L
     if len(dims) != 1:
         raise _unknown(name, "they are no rows or columns")
     (dim,) = dims
-    placed: list[tuple[int, Run]] = []
+    placed: list[tuple[int, ShardRange]] = []
     for rank, one in ranks.items():
         for piece in one["pieces"]:
             size = int(piece["shape"][dim])
             starts = [_start(name, piece, *pair, dim) for pair in (("source", whole), ("dest", parts[rank]))]
-            placed.append((starts[0], Run(rank, starts[1], size)))
+            placed.append((starts[0], ShardRange(starts[1], starts[1] + size, rank)))
     end, runs = 0, []
     for start, run in sorted(placed, key=lambda pair: (pair[0], pair[1].rank)):
-        if start + run.size <= end:  # another rank's copy
+        if start + run.numel <= end:  # another rank's copy
             continue
         if start != end:
             raise _unknown(name, "they overlap, or leave something out")
         runs.append(run)
-        end += run.size
+        end += run.numel
     if end != whole[dim]:
         raise _unknown(name, "they leave something out")
     return _checked(name, parts, dim, runs)
@@ -254,8 +246,8 @@ def _start(name: str, piece: Mapping[str, Any], side: str, shape: Shape, dim: in
 def _without_padding(layout: Layout, num_rows: int) -> Layout:
     runs, left = [], num_rows
     for run in layout.runs:
-        runs.append(Run(run.rank, run.start, min(run.size, left)))
-        left -= runs[-1].size
+        runs.append(replace(run, stop=min(run.stop, run.start + left)))
+        left -= runs[-1].numel
     return Layout((min(num_rows, layout.shape[0]), *layout.shape[1:]), layout.part_shapes, 0, tuple(runs))
 
 

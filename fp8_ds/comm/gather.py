@@ -59,7 +59,7 @@ def _balanced_share(num_bytes: int, num_ranks: int) -> int:
     return num_bytes // (num_ranks * _BALANCED_ALIGNMENT) * _BALANCED_ALIGNMENT
 
 
-def equal_parts(owned: Sequence[range], part: int, rank: int) -> tuple[list[int], list[int]]:
+def equal_parts(owned: Sequence[ShardRange], part: int, rank: int) -> tuple[list[int], list[int]]:
     """Return how much of each rank's run lies in each rank's part of a whole.
 
     Args:
@@ -70,12 +70,9 @@ def equal_parts(owned: Sequence[range], part: int, rank: int) -> tuple[list[int]
     Returns:
         (elements of each rank's run in this rank's part, elements of this rank's run in each rank's part).
     """
-    parts = [range(k * part, (k + 1) * part) for k in range(len(owned))]
-    return [_shared(run, parts[rank]) for run in owned], [_shared(owned[rank], other) for other in parts]
-
-
-def _shared(one: range, other: range) -> int:
-    return max(0, min(one.stop, other.stop) - max(one.start, other.start))
+    parts = [ShardRange(k * part, (k + 1) * part) for k in range(len(owned))]
+    received = [run.intersect(parts[rank]).numel for run in owned]
+    return received, [owned[rank].intersect(other).numel for other in parts]
 
 
 def gather_runs(group: dist.ProcessGroup, buffer: Tensor, runs: Sequence[ShardRange], free_bytes: int = 0) -> int:
@@ -101,28 +98,24 @@ def gather_runs(group: dist.ProcessGroup, buffer: Tensor, runs: Sequence[ShardRa
     if method == "even":
         own = runs[rank]
         whole = buffer.narrow(0, runs[0].start, own.numel * num_ranks)
-        all_gather(whole, buffer.narrow(0, own.start, own.numel), group)
+        all_gather(whole, own.narrow(buffer), group)
     elif method == "padded":
         largest = max(run.numel for run in runs)
         staging = buffer.new_empty(num_ranks * largest)
         share = staging.narrow(0, rank * largest, largest)
         for run in runs:
             if run.rank == rank:
-                share[: run.numel].copy_(buffer[run.start : run.stop])
+                share[: run.numel].copy_(run.narrow(buffer))
                 share[run.numel :].zero_()
         all_gather(staging, share, group)
         others = [run for run in runs if run.rank != rank]
         if others:  # an empty list is an error of torch's
             torch._foreach_copy_(
-                [buffer[run.start : run.stop] for run in others],
+                [run.narrow(buffer) for run in others],
                 [staging.narrow(0, run.rank * largest, run.numel) for run in others],
             )
     elif method == "broadcast":
-        works = [
-            broadcast(buffer.narrow(0, run.start, run.numel), dist.get_global_rank(group, run.rank), group)
-            for run in runs
-        ]
-        for work in works:
+        for work in [broadcast(run.narrow(buffer), dist.get_global_rank(group, run.rank), group) for run in runs]:
             work.wait()
     elif method == "balanced":
         _gather_balanced(group, buffer, runs)
@@ -134,10 +127,10 @@ def _gather_balanced(group: dist.ProcessGroup, buffer: Tensor, runs: Sequence[Sh
     num_ranks, rank, size = dist.get_world_size(group), dist.get_rank(group), buffer.element_size()
     first = runs[0].start * size
     whole = buffer.view(torch.uint8)[first : runs[-1].stop * size]
-    owned = [range(0)] * num_ranks
+    owned = [ShardRange(0, 0)] * num_ranks
     ends = [run.start * size - first for run in runs[1:]] + [whole.numel()]
     for run, end in zip(runs, ends, strict=True):
-        owned[run.rank] = range(run.start * size - first, end)
+        owned[run.rank] = ShardRange(run.start * size - first, end)
     own = owned[rank]
     share = _balanced_share(whole.numel(), num_ranks)
     body = share * num_ranks
@@ -150,8 +143,8 @@ def _gather_balanced(group: dist.ProcessGroup, buffer: Tensor, runs: Sequence[Sh
         all_gather(whole[:body], mine, group)
     if body < whole.numel():
         rest = torch.zeros_like(whole[body:])
-        if own.stop > body:
-            part = slice(max(own.start, body), own.stop)
-            rest[part.start - body : part.stop - body].copy_(whole[part])
+        part = own.intersect(ShardRange(body, whole.numel()))
+        if part.numel:
+            part.shift(-body).narrow(rest).copy_(part.narrow(whole))
         dist.all_reduce(rest, group=group)  # each byte comes from one owner, and zeros from all others
         whole[body:].copy_(rest)

@@ -1,77 +1,83 @@
-"""CompactLayout: where each tensor of one kind lies in a gather buffer, and which rank owns which bytes.
+"""Where each tensor of one kind lies in a gather buffer (`CompactLayout`), and which elements a rank owns.
 
-Pure arithmetic, no tensors. ZeRO-1/2 splits one flat group, FP8 weights and bf16 parameters mixed, into equal
-partitions. Each kind gets a buffer of its own in the order of the flat group. Partitions are unchanged: a rank's share
-of a kind is the part of that kind inside its partition, a contiguous *run* of the compact buffer. Runs are uneven.
+ZeRO-1/2 splits one flat group, FP8 weights and bf16 parameters mixed, into equal partitions. Each kind gets a buffer of
+its own in the order of the flat group. Partitions are unchanged: a rank's share of a kind is the part of that kind
+inside its partition, a contiguous *run* of the compact buffer. Runs are uneven.
 
-Glossary: *flat*: DeepSpeed's group, in elements, padding included. *partition*: a rank's equal part of it. *slot*: a
-tensor's place in the compact buffer. *fragment*: the intersection of a tensor and a partition. *run*: all fragments
-of a rank, from the first one's start to the last one's end.
+Glossary: *flat*: DeepSpeed's group, in elements, padding included. *partition*: a rank's equal part of it. *buffer*:
+the compact one. *fragment*: the intersection of a tensor and a partition. *run*: all fragments of a rank in the buffer,
+from the first one's start to the last one's end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # `fp8-ds estimate` runs without torch
+    from torch import Tensor
 
 OUTSTANDING_UPDATE_BYTES = 1 << 26
 """With gradient release: the most memory of bucket buffers, with the copy that a reduction makes of one."""
 
 
 @dataclass(frozen=True)
-class Slot:
-    """Place of one tensor: `start` in the compact buffer, `flat_start` in the flat group, both in elements."""
+class ShardRange:
+    """Contiguous elements `[start, stop)` of a tensor or buffer, or rows or columns.
 
-    start: int
-    flat_start: int
-    numel: int
-
-
-@dataclass(frozen=True)
-class Fragment:
-    """The part of tensor `index` that one rank owns; all numbers in elements.
-
-    `tensor_start` counts from the tensor's start, `compact_start` in the compact buffer, `partition_start` in the
-    owner's partition of the flat group.
+    Args:
+        rank: their owner within its group, where ranges of several ranks stand side by side.
     """
 
-    index: int
-    tensor_start: int
-    compact_start: int
-    partition_start: int
-    numel: int
-
-
-@dataclass(frozen=True)
-class ShardRange:
-    """Contiguous elements `[start, stop)` of a compact buffer that `rank` (within the group) owns."""
-
-    rank: int
     start: int
     stop: int
+    rank: int = 0
 
     @property
     def numel(self) -> int:
         return self.stop - self.start
 
+    def shift(self, offset: int) -> ShardRange:
+        """Return the same elements, counted from another origin."""
+        return ShardRange(self.start + offset, self.stop + offset, self.rank)
+
+    def intersect(self, other: ShardRange) -> ShardRange:
+        """Return what both have, with the rank of this one; empty if there is nothing."""
+        start = max(self.start, other.start)
+        return ShardRange(start, max(start, min(self.stop, other.stop)), self.rank)
+
+    def narrow(self, x: Tensor, dim: int = 0) -> Tensor:
+        """Return a view of this range of `x` along `dim`."""
+        return x.narrow(dim, self.start, self.numel)
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """The part of tensor `index` that one rank owns: three ranges of the same elements, of the owner's rank.
+
+    They count from the start of the tensor, of the compact buffer, and of the owner's partition of the flat group.
+    """
+
+    index: int
+    in_tensor: ShardRange
+    in_buffer: ShardRange
+    in_partition: ShardRange
+
 
 @dataclass(frozen=True)
 class CompactLayout:
-    """Slots of one kind in flat order, the fragments of every rank, and the non-empty runs in rank order."""
+    """Places of the tensors of one kind in flat order, fragments of every rank, and non-empty runs in rank order."""
 
-    slots: tuple[Slot, ...]
+    in_flat: tuple[ShardRange, ...]
+    in_buffer: tuple[ShardRange, ...]
     fragments: tuple[tuple[Fragment, ...], ...]
     runs: tuple[ShardRange, ...]
     numel: int
 
     def runs_of(self, index: int) -> tuple[ShardRange, ...]:
         """Return the fragments of tensor `index` as runs counted from the tensor's own start."""
-        return tuple(
-            ShardRange(rank, fragment.tensor_start, fragment.tensor_start + fragment.numel)
-            for rank, owned in enumerate(self.fragments)
-            for fragment in owned
-            if fragment.index == index
-        )
+        return tuple(one.in_tensor for owned in self.fragments for one in owned if one.index == index)
 
 
 def compact_layout(
@@ -89,32 +95,26 @@ def compact_layout(
         partition_size: elements of the flat group that each rank owns.
         num_ranks: size of the ZeRO group.
     """
-    slots: list[Slot] = []
+    in_flat = [ShardRange(start, start + numel) for start, numel in zip(flat_starts, numels, strict=True)]
+    in_buffer: list[ShardRange] = []
     fragments: list[list[Fragment]] = [[] for _ in range(num_ranks)]
-    compact_end = flat_end = 0
-    for index, (flat_start, numel) in enumerate(zip(flat_starts, numels, strict=True)):
-        assert flat_end <= flat_start <= num_ranks * partition_size - numel, (index, flat_start, numel)
-        flat_end = flat_start + numel
-        start = -(-compact_end // alignment) * alignment
-        slots.append(Slot(start, flat_start, numel))
-        compact_end = start + numel
-        if numel == 0:
-            continue
-        for rank in range(flat_start // partition_size, (flat_end - 1) // partition_size + 1):
-            owned_from = max(flat_start, rank * partition_size)
-            owned_to = min(flat_end, (rank + 1) * partition_size)
-            fragments[rank].append(
-                Fragment(
-                    index=index,
-                    tensor_start=owned_from - flat_start,
-                    compact_start=start + owned_from - flat_start,
-                    partition_start=owned_from - rank * partition_size,
-                    numel=owned_to - owned_from,
-                )
-            )
+    end = flat_end = 0
+    for index, flat in enumerate(in_flat):
+        assert flat_end <= flat.start and flat.stop <= num_ranks * partition_size, (index, flat)
+        flat_end = flat.stop
+        start = -(-end // alignment) * alignment
+        end = start + flat.numel
+        in_buffer.append(ShardRange(start, end))
+        for rank in range(flat.start // partition_size, -(-flat.stop // partition_size)):
+            first = rank * partition_size
+            own = ShardRange(first, first + partition_size, rank).intersect(flat)
+            if own.numel:
+                in_tensor = own.shift(-flat.start)
+                fragments[rank].append(Fragment(index, in_tensor, in_tensor.shift(start), own.shift(-first)))
     runs = tuple(
-        ShardRange(rank, owned[0].compact_start, owned[-1].compact_start + owned[-1].numel)
+        ShardRange(owned[0].in_buffer.start, owned[-1].in_buffer.stop, rank)
         for rank, owned in enumerate(fragments)
         if owned
     )
-    return CompactLayout(tuple(slots), tuple(map(tuple, fragments)), runs, -(-compact_end // alignment) * alignment)
+    numel = -(-end // alignment) * alignment
+    return CompactLayout(tuple(in_flat), tuple(in_buffer), tuple(map(tuple, fragments)), runs, numel)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fp8_ds.comm.collectives import all_to_all, is_worth_it, reduce_scatter_each
 from fp8_ds.comm.gather import equal_parts
+from fp8_ds.comm.layout import ShardRange
 from fp8_ds.numerics.formats import E4M3
 
 GROUP = 128
@@ -238,19 +239,19 @@ def _to_all(
 
     def fill(staging: Tensor, first: int) -> None:
         line, begin = staging.view(-1), first * part * GROUP
-        to, end = [], begin + line.numel()
-        source = []
+        chunk = ShardRange(begin, begin + line.numel())
+        to, source = [], []
         for piece, start in zip(flat, starts, strict=False):
-            low, high = max(start, begin), min(start + piece.numel(), end)
-            if low < high:
-                to.append(line[low - begin : high - begin])
-                source.append(piece[low - start : high - start])
+            shared = ShardRange(start, start + piece.numel()).intersect(chunk)
+            if shared.numel:
+                to.append(shared.shift(-begin).narrow(line))
+                source.append(shared.shift(-start).narrow(piece))
         if to:  # a chunk may lie behind the last piece, and an empty list is an error of torch's
             torch._foreach_copy_(to, source)
 
     added, num_bytes = _add_equal_blocks(group, part, flat[0], fill, dtype, factor)
     ends = [*accumulate(groups)]
-    owned = [range(end - of_rank, end) for of_rank, end in zip(groups, ends, strict=True)]
+    owned = [ShardRange(end - of_rank, end) for of_rank, end in zip(groups, ends, strict=True)]
     to_owners, from_all = (
         [GROUP * dtype.itemsize * count for count in counts] for counts in equal_parts(owned, part, rank)
     )

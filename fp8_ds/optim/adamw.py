@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8_ds.comm.layout import ShardRange
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.nn.linear.parameter import retype
 from fp8_ds.nn.linear.payload import Fp8Payload
@@ -19,7 +20,7 @@ from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.base import AdamOptimizer, check_group
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.param_state import ParamState, amax_of, checked_state
-from fp8_ds.optim.states import Flat, Piece, allocate_lo, write_first
+from fp8_ds.optim.states import FlatBuffer, allocate_lo, write_first
 from fp8_ds.optim.user_writes import overwrite, write_low
 
 
@@ -88,7 +89,7 @@ class Fp8AdamW(AdamOptimizer):
             shard = AdamShard(
                 f"parameter {row}", p.numel(), 0, row, row, index, fmt, torch.empty(0, dtype=torch.float32)
             )
-            flats.append(Flat(row, p.numel(), [Piece(0, shard)]))
+            flats.append(FlatBuffer(row, p.numel(), [(ShardRange(0, p.numel()), shard)]))
             index += fmt.is_fp8
         core = AdamCore(flats, [g for _, g, _ in chosen], scales, device, self.decoupled, self.seed)
         self.manage(core)
@@ -96,7 +97,7 @@ class Fp8AdamW(AdamOptimizer):
         if amaxes:
             scales.set(torch.stack(amaxes))
         for (p, _, fmt), flat in zip(chosen, flats, strict=True):
-            self._adopt(p, flat.pieces[0].shard, fmt, scales)
+            self._adopt(p, flat.shards[0], fmt, scales)
         self._params = [ParamState(core, row, p) for row, (p, _, _) in enumerate(chosen)]
 
     def _follow(self) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8_ds.numerics.predicted import BoundSums, PredictedScales, bound_of_powers, check_betas
 from fp8_ds.ops.adamw import AdamShard, AdamStep, Hyper, StepInputs, prepare
-from fp8_ds.optim.states import Flat, allocate_moments, has_moments
+from fp8_ds.optim.states import FlatBuffer, allocate_moments, has_moments
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -96,7 +96,7 @@ class AdamCore:
 
     def __init__(
         self,
-        flats: Sequence[Flat],
+        flats: Sequence[FlatBuffer],
         row_groups: Sequence[int],
         scales: PredictedScales | None,
         device: torch.device,
@@ -104,7 +104,7 @@ class AdamCore:
         seed: int,
     ) -> None:
         self.flats = list(flats)
-        self.shards: list[AdamShard] = [piece.shard for flat in flats for piece in flat.pieces]
+        self.shards: list[AdamShard] = [shard for flat in flats for shard in flat.shards]
         self.scales = scales or PredictedScales(0, device)
         self.device = device
         self.decoupled = decoupled
@@ -143,8 +143,8 @@ class AdamCore:
         """Reset row `row` to before its first step: moments of zeros, in place, and a count of 0."""
         self.step_count[row] = 0
         self.sums.set(row, None)
-        for piece in self.flats[row].pieces:
-            for moment in (piece.shard.m, piece.shard.v, piece.shard.m_scale_inv, piece.shard.v_scale_inv):
+        for shard in self.flats[row].shards:
+            for moment in (shard.m, shard.v, shard.m_scale_inv, shard.v_scale_inv):
                 moment.zero_()
 
     def moved(self) -> None:

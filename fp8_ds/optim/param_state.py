@@ -43,7 +43,7 @@ class ParamState(MutableMapping[str, Any]):
 
     @property
     def shard(self) -> AdamShard:
-        return self._core.flats[self._row].pieces[0].shard
+        return self._core.flats[self._row].shards[0]
 
     @property
     def is_in_place(self) -> bool:
@@ -206,7 +206,7 @@ def absorb_state(core: AdamCore, row: int, state: Mapping[str, Any]) -> None:
     """
     flat = core.flats[row]
     if "master" in state:
-        shard, scales = flat.pieces[0].shard, core.scales
+        shard, scales = flat.shards[0], core.scales
         if shard.fmt.is_fp8:  # the scale is that it was saved with; the smallest that fits where none was saved
             scales.wait()
             amax, scale_inv = scales.amax.clone(), scales.scale_inv.clone()

@@ -9,12 +9,13 @@ follows from (seed, parameter, element), not from ranks. See docs/decisions/0009
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from fp8_ds.comm.layout import ShardRange
 from fp8_ds.numerics.masters import MasterFormat, decode, encode
 from fp8_ds.numerics.moments import (
     GROUP,
@@ -37,25 +38,26 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass
-class Piece:
-    """A shard within a flat tensor: it covers elements `[offset, offset + shard.numel)`."""
-
-    offset: int
-    shard: AdamShard
-
-
-@dataclass
-class Flat:
+class FlatBuffer:
     """A tensor that the optimizer sees as one parameter, and the shards it is made of; gaps are padding.
 
     Args:
         row: index of its hyperparameters and of its step count.
         numel: elements, padding included.
+        pieces: the shards, and which of its elements they are.
     """
 
     row: int
     numel: int
-    pieces: list[Piece]
+    pieces: list[tuple[ShardRange, AdamShard]]
+
+    @property
+    def shards(self) -> list[AdamShard]:
+        return [shard for _, shard in self.pieces]
+
+    def split(self, x: Tensor) -> list[tuple[AdamShard, Tensor]]:
+        """Return the shards that are not empty, each with a view of its elements of `x` ([numel])."""
+        return [(shard, elements.narrow(x)) for elements, shard in self.pieces if shard.numel]
 
 
 def allocate_moments(shard: AdamShard, device: torch.device) -> None:
@@ -76,15 +78,19 @@ def allocate_lo(shard: AdamShard, device: torch.device) -> None:
         shard.lo = torch.zeros(shard.num_groups * GROUP, dtype=shard.fmt.lo_dtype, device=device)
 
 
-def chunks(shard: AdamShard) -> Iterable[tuple[int, int, slice, slice]]:
-    """Yield (first element, elements, their slice of the padded arrays, their groups), split where groups end."""
-    first = 0
-    while first < shard.numel:
-        start = shard.start + first
-        count = min(CHUNK - start % GROUP, shard.numel - first)
-        padded = shard.head + first
-        yield first, count, slice(padded, padded + count), slice(padded // GROUP, -(-(padded + count) // GROUP))
-        first += count
+def chunks(shard: AdamShard) -> Iterator[tuple[AdamShard, ShardRange]]:
+    """Yield parts of a shard, split where groups end, each with its place in the shard."""
+    start, stop = shard.start, shard.start + shard.numel
+    while start < stop:
+        elements = ShardRange(start, min(start + CHUNK - start % GROUP, stop))
+        yield shard.part(elements), elements.shift(-shard.start)
+        start = elements.stop
+
+
+def lo_of(shard: AdamShard) -> Tensor:
+    """Return the low parts of a shard's own elements: a view, [shard.numel]."""
+    assert shard.lo is not None
+    return shard.lo.narrow(0, shard.head, shard.numel)
 
 
 @torch.no_grad()
@@ -94,21 +100,18 @@ def read_dense(shard: AdamShard, key: str | None, out: Tensor, scale_inv: Tensor
     Args:
         scale_inv: the scale vector that the masters are stored with.
     """
-    for first, count, padded, groups in chunks(shard):
-        start = shard.start + first
-        target = out[first : first + count]
-        if key is None and shard.lo is None:
-            target.copy_(shard.hi[first : first + count])
+    for part, place in chunks(shard):
+        target = place.narrow(out)
+        if key is None and part.lo is None:
+            target.copy_(part.hi)
         elif key is None:
-            hi = shard.hi[first : first + count]
-            lo = shard.lo[padded].to(hi.device)  # type: ignore[index]
-            decode_master(hi, lo, shard.fmt, _scale_of(shard, scale_inv), target)
+            decode_master(part.hi, lo_of(part).to(part.hi.device), part.fmt, _scale_of(part, scale_inv), target)
         elif key == "exp_avg":
-            codes = shard.m.view(-1, GROUP)[groups]
-            target.copy_(from_groups(dequantize_m(codes, shard.m_scale_inv[groups]), count, start))
+            groups = dequantize_m(part.m.view(-1, GROUP), part.m_scale_inv)
+            target.copy_(from_groups(groups, part.numel, part.start))
         else:
-            codes = shard.v.view(-1, GROUP)[groups]
-            root = from_groups(dequantize_root(codes, shard.v_scale_inv[groups]), count, start)
+            groups = dequantize_root(part.v.view(-1, GROUP), part.v_scale_inv)
+            root = from_groups(groups, part.numel, part.start)
             target.copy_(root * root)
 
 
@@ -122,41 +125,38 @@ def _scale_of(shard: AdamShard, scale_inv: Tensor | None) -> Tensor | None:
 @torch.no_grad()
 def write_dense(shard: AdamShard, key: str | None, value: Tensor, scale_inv: Tensor | None) -> None:
     """Quantise `value` (1-D [numel], floating, any device) into the shard, to nearest. Inverse of `read_dense`."""
-    device = shard.hi.device
-    for first, count, padded, groups in chunks(shard):
-        piece = value[first : first + count].to(device=device, dtype=torch.float32)
-        if key is None and shard.lo is None:
-            shard.hi[first : first + count] = piece
+    for part, place in chunks(shard):
+        piece = place.narrow(value).to(device=part.hi.device, dtype=torch.float32)
+        if key is None and part.lo is None:
+            part.hi.copy_(piece)
         elif key is None:
-            hi, lo = encode(piece, shard.fmt, _scale_of(shard, scale_inv))
-            shard.hi[first : first + count] = hi
-            shard.lo[padded] = lo  # type: ignore[index]
+            hi, lo = encode(piece, part.fmt, _scale_of(part, scale_inv))
+            part.hi.copy_(hi)
+            lo_of(part).copy_(lo)
         elif key == "exp_avg":
-            codes, scales = quantize_m(to_groups(piece, shard.start + first))
-            shard.m.view(-1, GROUP)[groups] = codes
-            shard.m_scale_inv[groups] = scales
+            codes, scales = quantize_m(to_groups(piece, part.start))
+            part.m.view(-1, GROUP).copy_(codes)
+            part.m_scale_inv.copy_(scales)
         else:
-            codes, scales = quantize_root(to_groups(piece.double().sqrt().float(), shard.start + first))
-            shard.v.view(-1, GROUP)[groups] = codes
-            shard.v_scale_inv[groups] = scales
+            codes, scales = quantize_root(to_groups(piece.double().sqrt().float(), part.start))
+            part.v.view(-1, GROUP).copy_(codes)
+            part.v_scale_inv.copy_(scales)
 
 
 @torch.no_grad()
-def dense_flat(flat: Flat, key: str | None, scale_inv: Tensor | None, device: torch.device | str) -> Tensor:
+def dense_flat(flat: FlatBuffer, key: str | None, scale_inv: Tensor | None, device: torch.device | str) -> Tensor:
     """Return float32 [flat.numel] on `device`, with zeros in the padding."""
     out = torch.zeros(flat.numel, dtype=torch.float32, device=device)
-    for piece in flat.pieces:
-        if piece.shard.numel:
-            read_dense(piece.shard, key, out.narrow(0, piece.offset, piece.shard.numel), scale_inv)
+    for shard, own in flat.split(out):
+        read_dense(shard, key, own, scale_inv)
     return out
 
 
 @torch.no_grad()
-def absorb_flat(flat: Flat, key: str | None, value: Tensor, scale_inv: Tensor | None) -> None:
+def absorb_flat(flat: FlatBuffer, key: str | None, value: Tensor, scale_inv: Tensor | None) -> None:
     """Quantise a dense float32 [flat.numel] into the shards of `flat`."""
-    for piece in flat.pieces:
-        if piece.shard.numel:
-            write_dense(piece.shard, key, value.narrow(0, piece.offset, piece.shard.numel), scale_inv)
+    for shard, own in flat.split(value):
+        write_dense(shard, key, own, scale_inv)
 
 
 @torch.no_grad()
@@ -204,13 +204,12 @@ def encode_first(
 @torch.no_grad()
 def write_first(shard: AdamShard, value: Tensor, scales: PredictedScales, seed: int | None) -> None:
     """Make `value` (bf16 [shard.numel]) the master of an FP8 shard. `seed`: see `encode_first`."""
-    assert shard.lo is not None
     scale_inv, amax = scales.scale_inv[shard.scale_index], scales.amax[shard.scale_index]
-    for first, count, padded, _ in chunks(shard):
-        piece = value[first : first + count].to(shard.hi.device)
-        hi, lo = encode_first(piece, shard.fmt, scale_inv, amax, seed, shard.param_id, shard.start + first)
-        shard.hi[first : first + count] = hi
-        shard.lo[padded] = lo
+    for part, place in chunks(shard):
+        piece = place.narrow(value).to(part.hi.device)
+        hi, lo = encode_first(piece, part.fmt, scale_inv, amax, seed, part.param_id, part.start)
+        part.hi.copy_(hi)
+        lo_of(part).copy_(lo)
 
 
 @torch.no_grad()

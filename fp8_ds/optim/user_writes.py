@@ -13,7 +13,7 @@ from fp8_ds.numerics.formats import E4M3
 from fp8_ds.numerics.masters import MasterFormat, encode
 from fp8_ds.numerics.predicted import PredictedScales
 from fp8_ds.ops.adamw import AdamShard
-from fp8_ds.optim.states import CHUNK, chunks
+from fp8_ds.optim.states import CHUNK, chunks, lo_of
 
 _MANTISSA_BITS = 3
 _SMALLEST_MOVABLE = (1 << _MANTISSA_BITS) + 1
@@ -87,8 +87,6 @@ def _write_codes(codes: Tensor, value: Tensor, kept: Tensor, old: Tensor, new: T
 @torch.no_grad()
 def write_low(shard: AdamShard, value: Tensor, kept: Tensor, scale_inv: Tensor) -> None:
     """Write the low parts of `value` ([shard.numel]) to a shard, except where `kept` (bool)."""
-    assert shard.lo is not None
-    for first, count, padded, _ in chunks(shard):
-        piece = slice(first, first + count)
-        lo = encode(value[piece].float(), shard.fmt, scale_inv[shard.scale_index])[1]
-        shard.lo[padded] = torch.where(kept[piece], shard.lo[padded], lo)
+    for part, place in chunks(shard):
+        lo = encode(place.narrow(value).float(), part.fmt, scale_inv[part.scale_index])[1]
+        lo_of(part).copy_(torch.where(place.narrow(kept), lo_of(part), lo))

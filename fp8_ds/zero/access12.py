@@ -81,8 +81,8 @@ class Fp8AccessStage12:
     def _fp8_gather_master(self: Any, i: int, index: int) -> Tensor:
         """Return bf16 of the master of weight `index` of group `i`, full shape, on every rank."""
         kind = self._fp8_kinds[i]
-        slot = kind.layout.slots[index]
-        full = torch.zeros(slot.numel, dtype=kind.params[index].dtype, device=kind.buffer.device)
+        numel = kind.layout.in_buffer[index].numel
+        full = torch.zeros(numel, dtype=kind.params[index].dtype, device=kind.buffer.device)
         self._fp8_read_master(i, index, full)
         gather_runs(kind.group, full, kind.layout.runs_of(index))
         return full.view(kind.shapes[index])
@@ -91,7 +91,7 @@ class Fp8AccessStage12:
         """Fill this rank's elements of `full`, 1-D, with the master of weight `index` of group `i`."""
         if (f := self._fp8_kinds[i].own_of.get(index)) is not None:
             master = self.single_partition_of_fp32_groups[i].detach()
-            full.narrow(0, f.tensor_start, f.numel).copy_(master.narrow(0, f.partition_start, f.numel))
+            f.in_tensor.narrow(full).copy_(f.in_partition.narrow(master))
 
     @contextmanager
     def fp8_load(self: Any) -> Iterator[None]:
@@ -110,8 +110,8 @@ class Fp8AccessStage12:
         """Set masters of parameters that are not in FP8 to their values, except masters that round to these."""
         for i, hp in enumerate(self._hp_kinds):
             for f in hp.own:
-                master = self.single_partition_of_fp32_groups[i].data.narrow(0, f.partition_start, f.numel)
-                piece = hp.buffer.narrow(0, f.compact_start, f.numel)
+                master = f.in_partition.narrow(self.single_partition_of_fp32_groups[i].data)
+                piece = f.in_buffer.narrow(hp.buffer)
                 master.copy_(torch.where(master.to(piece.dtype) == piece, master, piece.float()))
 
     def _fp8_write(self: Any, group_index: int, index: int, slot: int, flat: Tensor) -> None:
@@ -135,11 +135,10 @@ class Fp8AccessStage12:
         same = same_bits(flat, payload.dequantize().view(-1))
         if int(same.sum()) < CHANCE * same.numel():
             same.zero_()
-        values, same = (x.narrow(0, f.tensor_start, f.numel) for x in (flat, same))
+        values, same = map(f.in_tensor.narrow, (flat, same))
         before = self._fp8_overwritten.get(id(payload))
         if before is None:
-            master = self.single_partition_of_fp32_groups[group_index].data
-            master = master.narrow(0, f.partition_start, f.numel).to(flat)
+            master = f.in_partition.narrow(self.single_partition_of_fp32_groups[group_index].data).to(flat)
             before = Written(master, torch.ones_like(same))
         self._fp8_overwritten[id(payload)] = Written(torch.where(same, before.values, values), same & before.kept)
 
@@ -148,7 +147,7 @@ class Fp8AccessStage12:
         f = self._fp8_kinds[group_index].own_of.get(index)
         if self._fp8_loading and f is not None:
             master = self.single_partition_of_fp32_groups[group_index].data
-            master.narrow(0, f.partition_start, f.numel).copy_(flat.narrow(0, f.tensor_start, f.numel))
+            f.in_partition.narrow(master).copy_(f.in_tensor.narrow(flat))
 
     @torch.no_grad()
     def _restore_from_bit16_weights(self: Any) -> None:
@@ -163,12 +162,11 @@ class Fp8AccessStage12:
             for f in fp8.own:
                 written = self._fp8_overwritten.get(id(fp8.params[f.index]._fp8))
                 if written is not None:
-                    part = master.narrow(0, f.partition_start, f.numel)
+                    part = f.in_partition.narrow(master)
                     values, kept = (x.to(part.device) for x in written)
                     part.copy_(torch.where(kept, part, values.to(part.dtype)))
             for f in hp.own:
-                piece = hp.buffer.narrow(0, f.compact_start, f.numel)
-                master.narrow(0, f.partition_start, f.numel).copy_(piece)
+                f.in_partition.narrow(master).copy_(f.in_buffer.narrow(hp.buffer))
         self._fp8_refresh(is_step=False)
 
 

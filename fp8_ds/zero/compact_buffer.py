@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8_ds.comm.gather import gather_runs
-from fp8_ds.comm.layout import CompactLayout, compact_layout
+from fp8_ds.comm.layout import CompactLayout, ShardRange, compact_layout
 from fp8_ds.numerics.formats import E4M3
 
 FP8_ALIGNMENT = 16
@@ -17,12 +17,12 @@ HP_ALIGNMENT = 8
 """Alignment in elements: tensors of either kind start at a multiple of 16 bytes: FP8 GEMMs read 16 at a time."""
 
 
-def pieces_of(flat: Tensor, places: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Return views of (start, numel) of `flat` (1-D), from one operator. Places are in order and do not overlap."""
+def pieces_of(flat: Tensor, ranges: Sequence[ShardRange]) -> list[Tensor]:
+    """Return views of ranges of `flat` (1-D), from one operator. They are in order and do not overlap."""
     sizes, end = [], 0
-    for start, numel in places:
-        sizes += [start - end, numel]
-        end = start + numel
+    for one in ranges:
+        sizes += [one.start - end, one.numel]
+        end = one.stop
     return list(flat.split([*sizes, flat.numel() - end]))[1:-1:2]
 
 
@@ -51,25 +51,24 @@ class CompactBuffer:
 
     def view(self, index: int) -> Tensor:
         """Return tensor `index` in its full shape."""
-        slot = self.layout.slots[index]
-        return self.buffer.narrow(0, slot.start, slot.numel).view(self.shapes[index])
+        return self.layout.in_buffer[index].narrow(self.buffer).view(self.shapes[index])
 
     def strays(self) -> list[int]:
         """Return the parameters that no longer are views of the buffer: somebody has assigned another `p.data`."""
         start, size, dtype = self.buffer.data_ptr(), self.buffer.element_size(), self.buffer.dtype
-        places = enumerate(zip(self.params, self.layout.slots, self.shapes, strict=True))
+        places = enumerate(zip(self.params, self.layout.in_buffer, self.shapes, strict=True))
         return [
             index
-            for index, (p, slot, shape) in places
-            if p.data_ptr() != start + size * slot.start or p.shape != shape or p.dtype != dtype
+            for index, (p, place, shape) in places
+            if p.data_ptr() != start + size * place.start or p.shape != shape or p.dtype != dtype
         ]
 
     def copy_own(self, partition: Tensor) -> None:
         """Copy this rank's fragments out of its partition of the flat group."""
         if self.own:
             torch._foreach_copy_(
-                pieces_of(self.buffer, [(f.compact_start, f.numel) for f in self.own]),
-                pieces_of(partition, [(f.partition_start, f.numel) for f in self.own]),
+                pieces_of(self.buffer, [f.in_buffer for f in self.own]),
+                pieces_of(partition, [f.in_partition for f in self.own]),
             )
 
     def gather(self, free_bytes: int = 0) -> int:

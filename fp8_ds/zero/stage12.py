@@ -160,7 +160,7 @@ class Fp8ZeroStage12(Fp8AccessStage12):
             for p, f in ((kind.params[f.index], f) for kind in kinds for f in kind.own):
                 stored = self._fp8.stored.get(id(p))
                 if stored is not None:
-                    stored.restore_(master.narrow(0, f.partition_start, f.numel), f.tensor_start)
+                    stored.restore_(f.in_partition.narrow(master), f.in_tensor.start)
 
     def _fp8_make_kind(
         self: Any, i: int, chosen: Sequence[bool], dtype: torch.dtype, device: torch.device
@@ -181,9 +181,8 @@ class Fp8ZeroStage12(Fp8AccessStage12):
                 if fragment is None:
                     parts.append(None)
                     continue
-                source = master.narrow(0, fragment.partition_start, fragment.numel)
-                shard = kind.buffer.narrow(0, fragment.compact_start, fragment.numel)
-                parts.append(Part(source, shard, fragment.tensor_start))
+                source, shard = fragment.in_partition.narrow(master), fragment.in_buffer.narrow(kind.buffer)
+                parts.append(Part(source, shard, fragment.in_tensor.start))
         self._fp8_quantizer.set_parts(parts)
 
     @torch.no_grad()
@@ -242,7 +241,7 @@ class Fp8ZeroStage12(Fp8AccessStage12):
             for f in bf16.own:
                 written = self._fp8_overwritten.get(id(bf16.params[f.index]._fp8))
                 if written is not None:
-                    bf16.buffer.narrow(0, f.compact_start, f.numel).copy_(written.values)
+                    f.in_buffer.narrow(bf16.buffer).copy_(written.values)
             bf16.gather(_HP_FREE_BYTES)
             for index, p in enumerate(bf16.params):
                 point_at_bf16(p, bf16.view(index))

@@ -25,7 +25,7 @@ from fp8_ds.numerics.masters import BY_NAME, MasterFormat
 from fp8_ds.numerics.predicted import PredictedScales
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.ops.squares import SumOfSquares
-from fp8_ds.optim.states import Flat, absorb_flat, dense_flat, is_exact, write_first
+from fp8_ds.optim.states import FlatBuffer, absorb_flat, dense_flat, is_exact, write_first
 from fp8_ds.optim.zero_adamw import ZeroAdamW
 from fp8_ds.zero.norm import HyperparameterCheck, OverflowFlag
 from fp8_ds.zero.stage import Fp8Context, offload_adam, reload_adam
@@ -41,7 +41,7 @@ class Fp8States:
     """
 
     optimizer: ZeroAdamW
-    _fp8_flats: list[Flat]
+    _fp8_flats: list[FlatBuffer]
     _fp8_is_dense = False
 
     def fp8_init(self: Any, context: Fp8Context) -> None:
@@ -183,10 +183,10 @@ class Fp8States:
         core = self.optimizer.core
         scales: PredictedScales = core.scales
         sources = [
-            (piece.shard.scale_index, master.detach().narrow(0, piece.offset, piece.shard.numel))
+            (shard.scale_index, values)
             for flat, master in zip(self._fp8_flats, masters, strict=True)
-            for piece in flat.pieces
-            if piece.shard.fmt.is_fp8
+            for shard, values in flat.split(master.detach())
+            if shard.fmt.is_fp8
         ]
         device = scales.amax.device
         amaxes = reduced_amaxes(scales.num, sources, self.dp_process_group, device)

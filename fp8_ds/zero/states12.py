@@ -15,13 +15,13 @@ from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, OPTIMIZE
 from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from torch import Tensor
 
+from fp8_ds.comm.layout import ShardRange
 from fp8_ds.numerics.masters import BF16_8
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.states import (
     MOMENTS,
-    Flat,
-    Piece,
+    FlatBuffer,
     allocate_lo,
     read_dense,
     weight_id,
@@ -58,7 +58,7 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         if "_fp8_device" in self.__dict__:
             self.device = self.__dict__.pop("_fp8_device")
         self._fp8_names = {id(p): name for p, name in self.param_names.items()}
-        self._fp8_flats: list[Flat] = []
+        self._fp8_flats: list[FlatBuffer] = []
         super().fp8_init(context)
         self._fp8_manage()
         self._fp8_link()
@@ -74,9 +74,8 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         if not self.optimizer.has_core:
             return
         for flat, fp8, hp in zip(self._fp8_flats, self._fp8_kinds, self._hp_kinds, strict=True):
-            pieces = self._fp8_pieces(flat.row, fp8, hp, 0)
-            for before, piece in zip(flat.pieces, pieces, strict=True):
-                before.shard.hi = piece.shard.hi
+            for before, (_, now) in zip(flat.shards, self._fp8_pieces(flat.row, fp8, hp, 0), strict=True):
+                before.hi = now.hi
         self.optimizer.core.moved()
 
     def _fp8_fill_group(self: Any, i: int, flat: Tensor | None, fp8: CompactBuffer, hp: CompactBuffer) -> None:
@@ -84,26 +83,27 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         assert flat is not None
         first = sum(len(kind.params) for kind in self._fp8_kinds)
         scales, seed = self._fp8_quantizer.scales, self.optimizer.seed
-        for index, slot in enumerate(fp8.layout.slots):
-            source, codes = flat.narrow(0, slot.flat_start, slot.numel), fp8.view(index).view(torch.uint8).view(-1)
-            p = fp8.params[index]
+        for index, (p, place) in enumerate(zip(fp8.params, fp8.layout.in_flat, strict=True)):
+            source, codes = place.narrow(flat), fp8.view(index).view(torch.uint8).view(-1)
             own_seed = None if id(p) in self._fp8.stored else seed
             number = weight_id(self._fp8_names[id(p)])
             write_first_codes(codes, source, self._fp8_format, scales, first + index, own_seed, number)
-        pieces = self._fp8_pieces(i, fp8, hp, first)
-        start = dist.get_rank(self.real_dp_process_group[i]) * int(self.partition_size[i])
-        for piece in pieces:
-            shard = piece.shard
+        size = int(self.partition_size[i])
+        own = FlatBuffer(i, size, self._fp8_pieces(i, fp8, hp, first))
+        partition = flat.narrow(0, dist.get_rank(self.real_dp_process_group[i]) * size, size)
+        for shard, values in own.split(partition):
             allocate_lo(shard, shard.hi.device)
             if shard.fmt.is_fp8:
                 p = fp8.params[shard.scale_index - first]
-                self._fp8_write_first(p, shard, flat.narrow(0, start + piece.offset, shard.numel))
-        self._fp8_flats.append(Flat(i, int(self.partition_size[i]), pieces))
-        virtual = virtual_flat(int(self.partition_size[i]), flat.device)
+                self._fp8_write_first(p, shard, values)
+        self._fp8_flats.append(own)
+        virtual = virtual_flat(size, flat.device)
         self.single_partition_of_fp32_groups[i] = virtual
         self.optimizer.param_groups[i]["params"] = [virtual]
 
-    def _fp8_pieces(self: Any, i: int, fp8: CompactBuffer, hp: CompactBuffer, first: int) -> list[Piece]:
+    def _fp8_pieces(
+        self: Any, i: int, fp8: CompactBuffer, hp: CompactBuffer, first: int
+    ) -> list[tuple[ShardRange, AdamShard]]:
         """Return the shards of group `i` without low parts and moments, in the order of the partition."""
         pieces = []
         for kind in (fp8, hp):
@@ -111,11 +111,11 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
             buffer = kind.buffer.view(torch.uint8) if kind is fp8 else kind.buffer
             for f in kind.own:
                 name = self._fp8_names[id(kind.params[f.index])]
-                hi = buffer.narrow(0, f.compact_start, f.numel)
-                scale_index = first + f.index if kind is fp8 else 0
-                shard = AdamShard(name, f.numel, f.tensor_start, weight_id(name), i, scale_index, fmt, hi)
-                pieces.append(Piece(f.partition_start, shard))
-        return sorted(pieces, key=lambda piece: piece.offset)
+                hi, scale_index = f.in_buffer.narrow(buffer), first + f.index if kind is fp8 else 0
+                start = f.in_tensor.start
+                shard = AdamShard(name, hi.numel(), start, weight_id(name), i, scale_index, fmt, hi)
+                pieces.append((f.in_partition, shard))
+        return sorted(pieces, key=lambda piece: piece[0].start)
 
     def _fp8_manage(self: Any) -> None:
         scales = self._fp8_quantizer.scales
@@ -177,11 +177,10 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
 
     def _fp8_fill_bf16(self: Any, i: int, bf16: CompactBuffer) -> None:
         own = {self._fp8_names[id(bf16.params[f.index])]: f for f in bf16.own}
-        for piece in self._fp8_flats[i].pieces:
-            f = own.get(piece.shard.name)
+        for shard in self._fp8_flats[i].shards:
+            f = own.get(shard.name)
             if f is not None:
-                out = bf16.buffer.narrow(0, f.compact_start, f.numel)
-                read_dense(piece.shard, None, out, self._fp8_quantizer.scale_inv)
+                read_dense(shard, None, f.in_buffer.narrow(bf16.buffer), self._fp8_quantizer.scale_inv)
 
     def _fp8_enter_dense(self: Any) -> None:
         self._link_all_hp_params()
@@ -217,22 +216,22 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         """Make fragments of this rank's parameters read and write quantised states."""
         if not self.optimizer.has_core:
             return
-        pieces = {piece.shard.name: piece for flat in self._fp8_flats for piece in flat.pieces}
+        pieces = {piece[1].name: piece for flat in self._fp8_flats for piece in flat.pieces}
         for i, group in enumerate(self.bit16_groups):
             for p in group:
                 self._fp8_link_fragment(i, p, pieces.get(self._fp8_names[id(p)]))
                 p.set_full_hp_param = functools.partial(self._fp8_set_full, p)
         self._hp_optimizer_states_linked = True  # nothing is left for DeepSpeed to link in its first step
 
-    def _fp8_link_fragment(self: Any, i: int, p: Any, piece: Piece | None) -> None:
+    def _fp8_link_fragment(self: Any, i: int, p: Any, piece: tuple[ShardRange, AdamShard] | None) -> None:
         """Link a fragment if this rank has a shard. DeepSpeed is wrong about that with `round_robin_gradients`."""
         if piece is None:
             p._hp_mapping = None
             return
-        shard = piece.shard
+        elements, shard = piece
         of_bf16 = fragment_address(numel=shard.numel, start=shard.start)
         if p._hp_mapping is None or p._hp_mapping.lp_fragment_address != of_bf16:
-            of_flat = fragment_address(numel=shard.numel, start=piece.offset)
+            of_flat = fragment_address(numel=shard.numel, start=elements.start)
             gradients = self.averaged_gradients, self.offload_gradient_dict
             p._hp_mapping = tensor_fragment(None, of_bf16, None, of_flat, *gradients, False, i)
         if self.round_robin_gradients:
@@ -289,7 +288,7 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
     def _fp8_shards_of(self: Any, group_index: int, index: int) -> list[AdamShard]:
         """Return this rank's shards of FP8 weight `index` of a group: at most one."""
         name = self._fp8_names[id(self._fp8_kinds[group_index].params[index])]
-        return [piece.shard for piece in self._fp8_flats[group_index].pieces if piece.shard.name == name]
+        return [shard for shard in self._fp8_flats[group_index].shards if shard.name == name]
 
 
 def _drop_gradients(params: list[Any]) -> None:

@@ -12,11 +12,12 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 
+from fp8_ds.comm.layout import ShardRange
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.numerics.masters import BF16_8
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.core import AdamCore
-from fp8_ds.optim.states import MOMENTS, Flat, Piece, allocate_lo, read_dense, weight_id, write_dense
+from fp8_ds.optim.states import MOMENTS, FlatBuffer, allocate_lo, read_dense, weight_id, write_dense
 from fp8_ds.zero.norm import clip_factor, global_norm, overflow_flag
 from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight, newer, num_real, start_of
 from fp8_ds.zero.stage import Fp8Context
@@ -110,12 +111,13 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
     def _fp8_manage(self: Any) -> None:
         flats, rows = [], []
         for i, group in enumerate(self.fp16_groups):
-            flat = Flat(i, int(self.fp16_partitioned_groups_flat_numel[i]), [])
+            flat = FlatBuffer(i, int(self.fp16_partitioned_groups_flat_numel[i]), [])
             offset = 0
             for p in group:
                 numel = num_real(p)
                 if numel:
-                    flat.pieces.append(Piece(offset, self._fp8_make_state(p, i, offset, numel)))
+                    shard = self._fp8_make_state(p, i, offset, numel)
+                    flat.pieces.append((ShardRange(offset, offset + numel), shard))
                 offset += p.ds_tensor.ds_numel
             flats.append(flat)
             rows.append(self.sub_group_to_group_id[i])

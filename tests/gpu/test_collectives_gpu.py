@@ -70,7 +70,7 @@ def gathered(numels: tuple[int, ...], dtype: torch.dtype) -> bool:
     rank, start, runs = dist.get_rank(), 3, []
     for owner, numel in enumerate(numels):
         if numel:
-            runs.append(ShardRange(owner, start, start + numel))
+            runs.append(ShardRange(start, start + numel, owner))
         start += numel + 3
     expected = torch.full((start,), 250, dtype=dtype, device="cuda")
     buffer = expected.clone()

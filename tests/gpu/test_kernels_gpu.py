@@ -19,6 +19,7 @@ from support.producers import assert_same, make_gate, make_rows, make_scaling
 from support.waits import host_waits
 from torch import Tensor
 
+from fp8_ds.comm.layout import ShardRange
 from fp8_ds.numerics.formats import E4M3, E5M2
 from fp8_ds.numerics.masters import BY_NAME
 from fp8_ds.numerics.predicted import PredictedScales
@@ -44,7 +45,7 @@ from fp8_ds.ops.weighted_sum import (
     weighted_sum_reference,
 )
 from fp8_ds.optim.core import AdamCore
-from fp8_ds.optim.states import Flat, Piece
+from fp8_ds.optim.states import FlatBuffer
 from fp8_ds.testing import assert_bitwise, sqnr_db
 from fp8_ds.zero.release import ReleaseUpdater
 
@@ -249,7 +250,8 @@ def released(max_norm: float, is_captured: bool) -> tuple[AdamShard, list[Tensor
     shard, device = make_shard(BY_NAME["e4m11"], 4136, 0), torch.device("cuda", torch.cuda.current_device())
     on_device, scales = clone_shard(shard, device), PredictedScales(1, device)
     scales.set(torch.ones(1, device=device))
-    core = AdamCore([Flat(0, shard.numel, [Piece(0, on_device)])], [0], scales, device, True, 0)
+    flats = [FlatBuffer(0, shard.numel, [(ShardRange(0, shard.numel), on_device)])]
+    core = AdamCore(flats, [0], scales, device, True, 0)
     updater = ReleaseUpdater(core, 1, {shard.name: 0}, None, max_norm)
     groups = [{"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}]
     grads = {shard.name: torch.empty(shard.numel, dtype=torch.bfloat16, device=device)}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
+from fp8_ds.comm.layout import ShardRange
 from fp8_ds.numerics.masters import MasterFormat
 
 
@@ -72,6 +73,24 @@ class AdamShard:
     @property
     def num_groups(self) -> int:
         return -(-(self.head + self.numel) // 128)
+
+    def part(self, elements: ShardRange) -> AdamShard:
+        """Return `elements` of the weight, some of this shard's, as a shard whose tensors are views of this one's."""
+        if elements.numel == self.numel:
+            return self
+        groups = ShardRange(elements.start // 128, -(-elements.stop // 128)).shift(-(self.start // 128))
+        padded = slice(groups.start * 128, groups.stop * 128)
+        return replace(
+            self,
+            numel=elements.numel,
+            start=elements.start,
+            hi=elements.shift(-self.start).narrow(self.hi),
+            lo=None if self.lo is None else self.lo[padded],
+            m=self.m[padded],
+            v=self.v[padded],
+            m_scale_inv=self.m_scale_inv[groups.start : groups.stop],
+            v_scale_inv=self.v_scale_inv[groups.start : groups.stop],
+        )
 
 
 @dataclass

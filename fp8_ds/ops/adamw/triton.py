@@ -15,6 +15,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from fp8_ds.comm.layout import ShardRange
 from fp8_ds.numerics import moments, rounding
 from fp8_ds.numerics.masters import MasterFormat
 from fp8_ds.ops._device import runs_ptx
@@ -108,89 +109,73 @@ class Addresses:
         return self._pinned[-1]
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Elements `[offset, offset + numel)` of a shard: whole tiles, or the rest beside them at an end."""
-
-    position: int
-    shard: AdamShard
-    offset: int
-    numel: int
-
-    @property
-    def is_edge(self) -> bool:
-        return (self.shard.start + self.offset) % moments.GROUP != 0 or self.numel % _tile(self.shard) != 0
-
-    @property
-    def num_groups(self) -> int:
-        return moments.num_groups(self.numel, self.shard.start + self.offset)
-
-    @property
-    def addresses(self) -> dict[str, int]:
-        shard = self.shard
-        group = (shard.head + self.offset) // moments.GROUP
-        first = group * moments.GROUP
-        return {
-            "hi": shard.hi.data_ptr() + self.offset * shard.hi.element_size(),
-            "lo": 0 if shard.lo is None else shard.lo.data_ptr() + first * shard.lo.element_size(),
-            "m": shard.m.data_ptr() + first,
-            "v": shard.v.data_ptr() + first,
-            "m_scale": shard.m_scale_inv.data_ptr() + group * 4,
-            "v_scale": shard.v_scale_inv.data_ptr() + group * 4,
-        }
-
-    @property
-    def vectors(self) -> int:
-        """Return 2 if all its tensors lie at multiples of 16 bytes, 1 if lo and the moments do, else 0."""
-        addresses = self.addresses
-        if self.is_edge or any(addresses[name] % _ALIGNMENT for name in ("lo", "m", "v")):
-            return 0
-        return 1 if addresses["hi"] % _ALIGNMENT else 2
-
-    def table_row(self, first_block: int) -> list[int]:
-        shard = self.shard
-        values = self.addresses | {
-            "numel": self.numel,
-            "start": shard.start + self.offset,
-            "param_id": shard.param_id,
-            "group": shard.group,
-            "scale": shard.scale_index,
-            "first_block": first_block,
-        }
-        row = [values[column] for column in COLUMNS]
-        return row + [0] * (TABLE_WIDTH.value - len(row))
-
-
 def _tile(shard: AdamShard) -> int:
     return LAUNCHES[shard.fmt.name].rows * moments.GROUP
 
 
-def _pieces(position: int, shard: AdamShard) -> Iterator[_Piece]:
+def _pieces(shard: AdamShard) -> Iterator[AdamShard]:
     """Split a shard where its first whole group begins and where its last whole tile from there on ends."""
-    head = min(-shard.start % moments.GROUP, shard.numel)
-    whole = (shard.numel - head) // _tile(shard) * _tile(shard)
-    for offset, numel in ((0, head), (head, whole), (head + whole, shard.numel - head - whole)):
-        if numel:
-            yield _Piece(position, shard, offset, numel)
+    stop = shard.start + shard.numel
+    head = min(-(-shard.start // moments.GROUP) * moments.GROUP, stop)
+    whole = stop - (stop - head) % _tile(shard)
+    for elements in (ShardRange(shard.start, head), ShardRange(head, whole), ShardRange(whole, stop)):
+        if elements.numel:
+            yield shard.part(elements)
+
+
+def _is_edge(piece: AdamShard) -> bool:
+    return piece.head != 0 or piece.numel % _tile(piece) != 0
+
+
+def _vectors(piece: AdamShard) -> int:
+    """Return 2 if all tensors of a piece lie at multiples of 16 bytes, 1 if lo and the moments do, else 0."""
+    tensors = (piece.m, piece.v) if piece.lo is None else (piece.lo, piece.m, piece.v)
+    if _is_edge(piece) or any(x.data_ptr() % _ALIGNMENT for x in tensors):
+        return 0
+    return 1 if piece.hi.data_ptr() % _ALIGNMENT else 2
+
+
+def _table_row(piece: AdamShard, first_block: int) -> list[int]:
+    values = {
+        "hi": piece.hi.data_ptr(),
+        "lo": 0 if piece.lo is None else piece.lo.data_ptr(),
+        "m": piece.m.data_ptr(),
+        "v": piece.v.data_ptr(),
+        "m_scale": piece.m_scale_inv.data_ptr(),
+        "v_scale": piece.v_scale_inv.data_ptr(),
+        "numel": piece.numel,
+        "start": piece.start,
+        "param_id": piece.param_id,
+        "group": piece.group,
+        "scale": piece.scale_index,
+        "first_block": first_block,
+    }
+    row = [values[column] for column in COLUMNS]
+    return row + [0] * (TABLE_WIDTH.value - len(row))
 
 
 class _Kind:
     """Pieces of one master format that one variant of the kernel takes, in the order of the optimizer.
 
+    Args:
+        pieces: each with the position of its shard: whole tiles of it, or the rest beside them at an end.
+
     Attributes:
+        places: position of each piece's shard, and where the piece begins in it.
         table: int64 [num_pieces, 16] on the device, columns as `COLUMNS`.
         block_pieces: int32 [num_blocks] on the device: the piece that a block works on.
         first_blocks: first block of each piece, and num_blocks at the end.
         addresses: addresses of the gradients, for each gradient dtype and alignment.
     """
 
-    def __init__(self, pieces: list[_Piece], device: torch.device) -> None:
-        first = pieces[0]
-        self.pieces, self.fmt, self.is_edge, self.vectors = pieces, first.shard.fmt, first.is_edge, first.vectors
+    def __init__(self, shards: Sequence[AdamShard], pieces: list[tuple[int, AdamShard]], device: torch.device) -> None:
+        first = pieces[0][1]
+        self.places = [(position, piece.start - shards[position].start) for position, piece in pieces]
+        self.fmt, self.is_edge, self.vectors = first.fmt, _is_edge(first), _vectors(first)
         self.launch = _EDGE if self.is_edge else LAUNCHES[self.fmt.name]
-        num_blocks = [-(-piece.num_groups // (self.launch.rows * self.launch.num_tiles)) for piece in pieces]
+        num_blocks = [-(-piece.num_groups // (self.launch.rows * self.launch.num_tiles)) for _, piece in pieces]
         self.first_blocks = [0, *itertools.accumulate(num_blocks)]
-        rows = [piece.table_row(block) for piece, block in zip(pieces, self.first_blocks, strict=False)]
+        rows = [_table_row(piece, block) for (_, piece), block in zip(pieces, self.first_blocks, strict=False)]
         of_blocks = torch.repeat_interleave(torch.arange(len(pieces), dtype=torch.int32), torch.tensor(num_blocks))
         self.table = torch.tensor(rows, dtype=torch.int64).to(device)
         self.block_pieces = of_blocks.to(device)
@@ -207,30 +192,30 @@ class TritonStep:
     def __init__(self, shards: Sequence[AdamShard]) -> None:
         self.shards = tuple(shards)
         self.device = shards[0].hi.device if shards else torch.device("cpu")
-        kinds: dict[tuple[str, bool, int], list[_Piece]] = {}
+        kinds: dict[tuple[str, bool, int], list[tuple[int, AdamShard]]] = {}
         for position, shard in enumerate(self.shards):
-            for piece in _pieces(position, shard):
-                kinds.setdefault((shard.fmt.name, piece.is_edge, piece.vectors), []).append(piece)
-        self._kinds = [_Kind(pieces, self.device) for pieces in kinds.values()]
+            for piece in _pieces(shard):
+                kinds.setdefault((shard.fmt.name, _is_edge(piece), _vectors(piece)), []).append((position, piece))
+        self._kinds = [_Kind(self.shards, pieces, self.device) for pieces in kinds.values()]
 
     def __call__(self, grads: Sequence[Tensor | None], inputs: StepInputs) -> None:
         for shard, grad in zip(self.shards, grads, strict=True):
             _check_grad(shard, grad, self.device)
         for kind in self._kinds:
             variants: dict[tuple[torch.dtype, int], list[int]] = {}
-            for slot, piece in enumerate(kind.pieces):
-                grad = grads[piece.position]
+            for slot, (position, first) in enumerate(kind.places):
+                grad = grads[position]
                 if grad is not None:
-                    address = grad.data_ptr() + piece.offset * grad.element_size()
+                    address = grad.data_ptr() + first * grad.element_size()
                     vectors = min(kind.vectors, 1) if address % _ALIGNMENT else kind.vectors
-                    variants.setdefault((grad.dtype, vectors), [0] * len(kind.pieces))[slot] = address
+                    variants.setdefault((grad.dtype, vectors), [0] * len(kind.places))[slot] = address
             for variant, addresses in variants.items():
                 self._launch(kind, variant, addresses, inputs)
 
     def _launch(self, kind: _Kind, variant: tuple[torch.dtype, int], addresses: list[int], inputs: StepInputs) -> None:
         grad_dtype, vectors = variant
         if variant not in kind.addresses:
-            kind.addresses[variant] = Addresses(len(kind.pieces), self.device)
+            kind.addresses[variant] = Addresses(len(kind.places), self.device)
         grads = kind.addresses[variant].update(addresses)
         active = [slot for slot, address in enumerate(addresses) if address]
         first_block = kind.first_blocks[active[0]]

@@ -227,9 +227,9 @@ def _stage12(weights: Sequence[Weight], setup: Setup) -> Iterator[_Kinds]:
         padding = partition
         for chosen_weights, fragments in laid_out:
             for fragment in fragments[rank]:
-                weight, numel = chosen_weights[fragment.index], fragment.numel
+                weight, numel = chosen_weights[fragment.index], fragment.in_tensor.numel
                 padding -= numel
-                _add_states(kinds[weight.is_fp8], weight, fragment.tensor_start, numel, numel, setup)
+                _add_states(kinds[weight.is_fp8], weight, fragment.in_tensor.start, numel, numel, setup)
                 # DeepSpeed keeps bf16 gradients of whole parameters that a partition touches, fp32 ones of it alone
                 kept = numel if setup.grad_bytes == FP32 else weight.numel
                 kinds[weight.is_fp8].gradients += 0 if setup.releases else setup.grad_bytes * kept

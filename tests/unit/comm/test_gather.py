@@ -23,7 +23,7 @@ def runs(*numels: int, gap: int = 0) -> list[ShardRange]:
     found, start = [], 0
     for rank, numel in enumerate(numels):
         if numel:
-            found.append(ShardRange(rank, start, start + numel))
+            found.append(ShardRange(start, start + numel, rank))
         start += numel + gap
     return found
 
@@ -75,12 +75,13 @@ def test_counter_keeps_the_finished_step_and_starts_anew() -> None:
 @settled(100)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=9), st.integers(1, 12))
 def test_every_element_in_a_part_goes_from_its_owner_to_the_parts_rank(sizes: list[int], part: int) -> None:
-    owned = [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    owned = [ShardRange(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
     ranks = range(len(sizes))
     into, out_of = zip(*(equal_parts(owned, part, rank) for rank in ranks), strict=True)
     for owner in ranks:
         for rank in ranks:
-            expected = len([element for element in owned[owner] if element // part == rank])
+            elements = range(owned[owner].start, owned[owner].stop)
+            expected = len([element for element in elements if element // part == rank])
             assert into[rank][owner] == out_of[owner][rank] == expected
 
 
@@ -95,7 +96,7 @@ def gathers(draw: st.DrawFn, world: int) -> dict[str, Any]:
     runs, end = [], draw(st.integers(0, 3))
     for owner in draw(st.sets(st.integers(0, world - 1), min_size=0).map(sorted)):
         numel = size if is_even else draw(st.integers(1, size))
-        runs.append((owner, end, end + numel))
+        runs.append((end, end + numel, owner))
         end += numel + (0 if is_even else draw(st.integers(0, 3)))
     return {
         "runs": runs,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.properties import settled
 
 from fp8_ds.comm.gather import gathered_bytes
-from fp8_ds.comm.layout import CompactLayout, compact_layout
+from fp8_ds.comm.layout import CompactLayout, ShardRange, compact_layout
 from fp8_ds.zero.compact_buffer import FP8_ALIGNMENT, HP_ALIGNMENT
 from fp8_ds.zero.stage12 import _HP_FREE_BYTES
 
@@ -19,12 +20,28 @@ Group = tuple[list[int], list[int], int, int, int]
 def owners_by_element(layout: CompactLayout, partition_size: int, num_ranks: int) -> dict[int, tuple[int, int]]:
     """Compact position -> (rank, position in that rank's partition), from the flat positions, one at a time."""
     owners = {}
-    for slot in layout.slots:
-        for element in range(slot.numel):
-            flat = slot.flat_start + element
-            owners[slot.start + element] = (flat // partition_size, flat % partition_size)
+    for in_flat, in_buffer in zip(layout.in_flat, layout.in_buffer, strict=True):
+        for element in range(in_buffer.numel):
+            flat = in_flat.start + element
+            owners[in_buffer.start + element] = (flat // partition_size, flat % partition_size)
     assert all(rank < num_ranks for rank, _ in owners.values())
     return owners
+
+
+spans = st.tuples(st.integers(0, 20), st.integers(0, 20)).map(sorted)
+
+
+@settled(100)
+@given(spans, spans, st.integers(0, 9))
+def test_ranges_meet_and_move_as_sets_of_elements_do(one: list[int], other: list[int], offset: int) -> None:
+    left, right = ShardRange(*one, rank=3), ShardRange(*other, rank=5)
+    shared = left.intersect(right)
+    assert set(range(shared.start, shared.stop)) == {*range(*one)} & {*range(*other)}
+    assert shared.numel == len({*range(*one)} & {*range(*other)}) and shared.rank == 3
+    moved = left.shift(offset)
+    assert [*range(moved.start, moved.stop)] == [element + offset for element in range(*one)] and moved.rank == 3
+    x = torch.arange(60, dtype=torch.float32).view(2, 30)
+    assert moved.narrow(x, 1).equal(x[:, moved.start : moved.stop])
 
 
 @st.composite
@@ -52,13 +69,14 @@ def test_fragments_and_runs_agree_with_a_map_element_by_element(
     from_fragments = {}
     for rank, owned in enumerate(layout.fragments):
         for fragment in owned:
-            slot = layout.slots[fragment.index]
-            assert fragment.numel > 0
-            assert fragment.compact_start == slot.start + fragment.tensor_start
-            for element in range(fragment.numel):
-                position = fragment.compact_start + element
+            in_tensor, in_buffer, in_partition = fragment.in_tensor, fragment.in_buffer, fragment.in_partition
+            assert 0 < in_tensor.numel == in_buffer.numel == in_partition.numel
+            assert in_tensor.rank == in_buffer.rank == in_partition.rank == rank
+            assert in_buffer.start == layout.in_buffer[fragment.index].start + in_tensor.start
+            for element in range(in_buffer.numel):
+                position = in_buffer.start + element
                 assert position not in from_fragments
-                from_fragments[position] = (rank, fragment.partition_start + element)
+                from_fragments[position] = (rank, in_partition.start + element)
     assert from_fragments == expected
 
     for rank in range(num_ranks):
@@ -71,14 +89,15 @@ def test_fragments_and_runs_agree_with_a_map_element_by_element(
 
 @settled(100)
 @given(flat_groups())
-def test_slots_are_aligned_ordered_and_dense(group: Group) -> None:
+def test_tensors_are_aligned_ordered_and_dense(group: Group) -> None:
     starts, numels, partition_size, num_ranks, alignment = group
     layout = compact_layout(starts, numels, partition_size, num_ranks, alignment)
     end = 0
-    for slot, flat_start, numel in zip(layout.slots, starts, numels, strict=True):
-        assert slot.start % alignment == 0 and end <= slot.start < end + alignment
-        assert (slot.flat_start, slot.numel) == (flat_start, numel)
-        end = slot.start + numel
+    places = zip(layout.in_buffer, layout.in_flat, starts, numels, strict=True)
+    for in_buffer, in_flat, flat_start, numel in places:
+        assert in_buffer.start % alignment == 0 and end <= in_buffer.start < end + alignment
+        assert (in_flat.start, in_flat.numel, in_buffer.numel) == (flat_start, numel, numel)
+        end = in_buffer.stop
     assert end <= layout.numel < end + alignment
 
 
@@ -98,7 +117,7 @@ def test_rank_that_owns_nothing_has_no_run() -> None:
     layout = compact_layout([100, 120], [20, 7], partition_size=50, num_ranks=4, alignment=16)
     assert [run.rank for run in layout.runs] == [2]
     assert [len(owned) for owned in layout.fragments] == [0, 0, 2, 0]
-    assert layout.slots[1].start == 32 and layout.numel == 48
+    assert layout.in_buffer[1].start == 32 and layout.numel == 48
 
 
 HIDDEN, FFN, KEY_VALUE, VOCABULARY, NUM_LAYERS = 4096, 14336, 1024, 128256, 32
@@ -137,9 +156,9 @@ def test_llama_3_8b_moves_one_byte_per_weight_and_at_most_0_6_of_stock(num_ranks
     assert num_all == 8_030_261_248
     fp8_bytes = gathered_bytes(fp8.runs, num_ranks, 1)
     hp_bytes = gathered_bytes(hp.runs, num_ranks, 2, _HP_FREE_BYTES)
-    num_fp8, num_hp = (sum(slot.numel for slot in layout.slots) for layout in (fp8, hp))
+    num_fp8, num_hp = (sum(place.numel for place in layout.in_buffer) for layout in (fp8, hp))
     assert num_fp8 <= fp8_bytes <= 1.05 * num_fp8
     assert 2 * num_hp <= hp_bytes
     assert fp8_bytes + hp_bytes <= 0.6 * 2 * num_all
-    assert all(slot.start % 16 == 0 for slot in fp8.slots)
+    assert all(place.start % 16 == 0 for place in fp8.in_buffer)
     assert fp8.numel <= 1.001 * num_fp8  # resident

@@ -13,14 +13,14 @@ from support.bounds import update_bound
 from fp8_ds.numerics.predicted import PredictedScales
 from fp8_ds.ops.adamw import Hyper
 from fp8_ds.optim.core import AdamCore, StepCache
-from fp8_ds.optim.states import Flat
+from fp8_ds.optim.states import FlatBuffer
 
 BETAS = [(0.9, 0.95), (0.8, 0.999), (0.0, 0.99)]
 
 
 def core_of(num_groups: int, num_weights: int, *, decoupled: bool) -> AdamCore:
     device = torch.device("cpu")
-    flats = [Flat(row, 0, []) for row in range(num_groups)]
+    flats = [FlatBuffer(row, 0, []) for row in range(num_groups)]
     return AdamCore(flats, range(num_groups), PredictedScales(num_weights, device), device, decoupled, seed=7)
 
 

@@ -12,12 +12,13 @@ import torch.distributed as dist
 from support.threads import on_threads
 from torch import nn
 
+from fp8_ds.comm.layout import ShardRange
 from fp8_ds.errors import ConfigError
 from fp8_ds.numerics.masters import E4M11
 from fp8_ds.numerics.predicted import PredictedScales
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.core import AdamCore
-from fp8_ds.optim.states import Flat, Piece, allocate_lo
+from fp8_ds.optim.states import FlatBuffer, allocate_lo
 from fp8_ds.zero.norm import HyperparameterCheck, OverflowFlag, clip_factor, global_norm, overflow_flag
 
 
@@ -50,7 +51,7 @@ def core_of(lr: float) -> AdamCore:
     device = torch.device("cpu")
     shard = AdamShard("weight", 8, 0, 0, 0, 0, E4M11, torch.zeros(8, dtype=torch.uint8))
     allocate_lo(shard, device)
-    return AdamCore([Flat(0, 8, [Piece(0, shard)])], [0], PredictedScales(1, device), device, True, 0)
+    return AdamCore([FlatBuffer(0, 8, [(ShardRange(0, 8), shard)])], [0], PredictedScales(1, device), device, True, 0)
 
 
 def groups_of(lr: float) -> list[dict[str, Any]]:

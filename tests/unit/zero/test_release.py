@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fp8_ds.comm.layout import ShardRange
 from fp8_ds.config import OptimizerConfig
 from fp8_ds.numerics.masters import E4M11, FP32, MasterFormat
 from fp8_ds.numerics.predicted import PredictedScales
 from fp8_ds.numerics.scale import AmaxHistory
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.core import AdamCore
-from fp8_ds.optim.states import Flat, Piece, allocate_lo, write_dense
+from fp8_ds.optim.states import FlatBuffer, allocate_lo, write_dense
 from fp8_ds.zero.release import ReleaseUpdater
 
 SIZES = {"wide": 300, "late": 128, "small": 5, "far": 200}
@@ -45,8 +46,8 @@ def updater(max_norm: float = 0.0, fmt: MasterFormat = FP32, held: Any = None) -
         shard = AdamShard(name, size, 0, index, 0, index, fmt, torch.empty(size, dtype=dtype))
         allocate_lo(shard, device)
         write_dense(shard, None, torch.ones(size), scales.scale_inv)
-        pieces.append(Piece(0, shard))
-    core = AdamCore([Flat(0, 1000, pieces)], [0], scales, device, True, 0)
+        pieces.append((ShardRange(0, size), shard))
+    core = AdamCore([FlatBuffer(0, 1000, pieces)], [0], scales, device, True, 0)
     indices = {name: index for index, name in enumerate(held)} if fmt is not FP32 else {}
     return ReleaseUpdater(core, len(SIZES), indices, None, max_norm)
 

@@ -12,6 +12,7 @@ from support.threads import on_threads
 from torch import Tensor, nn
 
 from fp8_ds.comm.collectives import ByteCounter
+from fp8_ds.comm.layout import ShardRange
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.zero.compact_buffer import CompactBuffer, pieces_of
@@ -51,7 +52,7 @@ def test_every_parameter_arrives_in_its_place_of_the_buffer(dtype: torch.dtype) 
 
 def test_pieces_are_views_in_order() -> None:
     flat = torch.arange(20)
-    pieces = pieces_of(flat, [(0, 2), (5, 3), (8, 0), (18, 2)])
+    pieces = pieces_of(flat, [ShardRange(*ends) for ends in ((0, 2), (5, 8), (8, 8), (18, 20))])
     assert [piece.tolist() for piece in pieces] == [[0, 1], [5, 6, 7], [], [18, 19]]
     assert pieces[1].data_ptr() == flat[5:].data_ptr()
 
