@@ -61,7 +61,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "offload": {"masters": ("e4m11",)},
     "reduce-scatter": {"stages": (2, 3), "fp8": {"zero": {"reduce_scatter": "fp8"}}},
     "persistent": {"stages": (3,), "ds": {"zero_optimization": {"stage3_param_persistence_threshold": 20_000}}},
-    "written": {},
+    "written": {"worlds": (1, 2)},
     "resume": {},
     "tp": {"worlds": (2, 4), "recipes": ("tensorwise", "rowwise")},
     "autotp": {"stages": (1, 2), "worlds": (2, 4), "ds": {"tensor_parallel": {"autotp_size": 2}}},
