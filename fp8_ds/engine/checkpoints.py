@@ -38,7 +38,6 @@ from fp8_ds.tp.linears import contexts_of
 from fp8_ds.zero.stage import Fp8Context
 from fp8_ds.zero.stage3 import Fp8ZeroStage3
 from fp8_ds.zero.stage12 import Fp8ZeroStage12
-from fp8_ds.zero.states import Fp8States
 
 
 class Fp8Checkpoints:
@@ -84,7 +83,7 @@ class Fp8Checkpoints:
         if self._fp8_step_callbacks is not None:
             client_state[CHECKPOINT_KEY][CALLBACKS_KEY] = self._fp8_step_callbacks.state_dict()
             self._fp8_step_callbacks.leave_out_evaluations(client_state[CHECKPOINT_KEY]["history"])
-        if isinstance(self.optimizer, Fp8States):
+        if self.fp8 is not None and self.optimizer.fp8_flag is not None:
             client_state[CHECKPOINT_KEY][LATE_KEY] = self.optimizer.fp8_flag.late()
             client_state[CHECKPOINT_KEY][BOUND_SUMS_KEY] = self.optimizer.fp8_bound_sums()
         save = super().save_checkpoint  # type: ignore[misc]
@@ -224,7 +223,7 @@ class Fp8Checkpoints:
         start_count_anew(self.fp8)
         if self.fp8.release is not None:
             self.fp8.release.restart()
-        if isinstance(self.optimizer, Fp8States) and not load_module_only:
+        if not load_module_only and self.optimizer.fp8_flag is not None:
             self.optimizer.fp8_flag.load(bool(state.get(LATE_KEY)))
             if load_optimizer_states:
                 self.optimizer.fp8_load_bound_sums(state.get(BOUND_SUMS_KEY, {}))

@@ -5,13 +5,13 @@ DeepSpeed's own code runs. Each is a function that is called once, or a mix-in b
 left out of the optimizer's class. Files and quotes are of deepspeed 0.19.8, below deepspeed/.
 
 These repairs stay where they are, without a switch:
-- FP8 would compute wrongly without them: fragments with `round_robin_gradients` (zero/states12.py), trainable float32
+- FP8 would compute wrongly without them: fragments with `round_robin_gradients` (zero/masters12.py), trainable float32
   weights under zero.Init (`conversion._cast_trainable`), readers of several engines' weights (zero/param_hooks.py).
 - They are a promise of docs/reliability.md: whole checkpoints (saving.py, checking.py), ranks that start alike
   (rank_agreement.py), refusals (compat/).
 - They mend our own code only: handles that are waited for together (zero/sharded.py), a last report after
   `destroy_process_group` (monitor/sinks.py). With one rank our own step reads gradients without a bucket
-  (zero/stage12.py); of fp32 states `adam_step` leaves both out.
+  (zero/gradients12.py); of fp32 states `adam_step` leaves both out.
 - They are others of torch.compile (compiling.py) or of Liger's loss (liger_loss.py).
 """
 
@@ -37,7 +37,7 @@ from fp8_ds.comm.reduce_scatter import reduce_scatter_shares
 from fp8_ds.config import DeepSpeedFix, Fp8Config
 from fp8_ds.engine import attention_masks, compiling, leaf_modules
 from fp8_ds.tp.group import device_of
-from fp8_ds.zero.one_pass import OnePassStage3, OnePassStage12
+from fp8_ds.zero.one_pass import OnePassStage3
 
 FETCHES_AHEAD = 4
 """Fetches of leaves that the host may run ahead; in FP8 these are the bytes of two leaves in bf16."""
@@ -65,7 +65,7 @@ def mixins(host: type, config: Fp8Config, gradient_clipping: float) -> list[type
         found += [("epilogue_sync", EpilogueOnDevice)] if has_fp8_states else [("adam_step", OnePassStage3)]
     else:
         found += [("graph_gradients", GradientsOutOfGraphs)]
-        found += [] if has_fp8_states else [("adam_step", OnePassStage12), ("overflow_check", OverflowFromNorms)]
+        found += [] if has_fp8_states else [("overflow_check", OverflowFromNorms)]  # "adam_step": Zero12
     return [mixin for name, mixin in found if config.has_fix(name)]
 
 
@@ -391,7 +391,7 @@ class OverflowFromNorms:
 
     def check_overflow(self: Any, partition_gradients: bool = True) -> None:
         """Set `overflow` in a step: whether the norm of a group is infinite or NaN."""
-        if not (self._fp8_in_step and _norm_has_all(self)):
+        if not (self.fp8.in_step and _norm_has_all(self)):
             super().check_overflow(partition_gradients)  # type: ignore[misc]
             return
         for i in range(len(self.bit16_groups)):

@@ -52,7 +52,7 @@ def apply_patches() -> None:
     from deepspeed.runtime.zero import stage_1_and_2
 
     from fp8_ds.engine.seam_check import check_seams
-    from fp8_ds.zero.stage12 import patched_all_gather
+    from fp8_ds.zero.zero12 import patched_all_gather
 
     if hasattr(stage_1_and_2.all_gather_dp_groups, "fp8_ds_original"):
         patch_accelerate()

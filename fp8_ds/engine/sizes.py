@@ -15,7 +15,7 @@ from fp8_ds.nn.linear.fp8_linear import full_shape
 from fp8_ds.nn.moe.experts import ExpertsWeight
 from fp8_ds.nn.plan import flops
 from fp8_ds.nn.plan.flops import SizeRule, share_of_experts
-from fp8_ds.zero.one_pass import OnePass
+from fp8_ds.zero.one_pass import step_of
 
 _GAINS = {
     "states": "none is left in FP8: the engine gains by its FP8 states alone",
@@ -112,8 +112,8 @@ class SizeDecision:
             return text
         if self._engine.fp8.config.optimizer.states == "fp8":
             return f"{text}; {_GAINS['states']}"
-        zero = self._engine.optimizer
-        has_step = isinstance(zero, OnePass) and zero._fp8_is_adam
+        step = step_of(self._engine.optimizer)
+        has_step = step is not None and step.knows_it
         return f"{text}; {_GAINS['step' if has_step else 'nothing']}: {_INSTEAD}"
 
 

@@ -35,7 +35,6 @@ from fp8_ds.monitor.sinks import STEP_SKIPPED, Change, DeepSpeedEvents, JsonLine
 from fp8_ds.monitor.statistics import Observers, StatisticsTable
 from fp8_ds.nn.plan.convert import INPUT_SLOTS, fp8_layers
 from fp8_ds.numerics.scale import AmaxHistory
-from fp8_ds.zero.states import Fp8States
 
 _NUM_SKIPPED = 3
 """Steps skipped in a row that are worth a line; now and then one is skipped in a healthy run."""
@@ -347,7 +346,7 @@ def health_monitor(engine: Any, every: int, sinks: Sequence[str], warn: Say) -> 
         }
 
     def skip_flag() -> Tensor | None:
-        return optimizer.fp8_flag.last if isinstance(optimizer, Fp8States) else None
+        return None if optimizer.fp8_flag is None else optimizer.fp8_flag.last
 
     health = HealthMonitor(every, table, Observers(found, table, engine.module), facts, skip_flag, warn)
     for sink in sinks:

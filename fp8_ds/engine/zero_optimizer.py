@@ -6,7 +6,7 @@ The mix-ins follow from the format of the states, gradient release, and the form
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from deepspeed import comm as ds_comm
@@ -14,19 +14,19 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from fp8_ds.config import Fp8Config
 from fp8_ds.engine import deepspeed_fixes
 from fp8_ds.engine.compat.config import no_release
 from fp8_ds.engine.ranks import say
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.optim.zero_adamw import ZeroAdamW
-from fp8_ds.zero.reduce import Fp8ReduceStage3, Fp8ReduceStage12
-from fp8_ds.zero.release import Fp8ReleaseStage3, Fp8ReleaseStage12
+from fp8_ds.zero.building import BuildingHost, building
+from fp8_ds.zero.reduce3 import Fp8ReduceStage3
+from fp8_ds.zero.release3 import Fp8ReleaseStage3
 from fp8_ds.zero.stage import Fp8Context
 from fp8_ds.zero.stage3 import Fp8ZeroStage3
 from fp8_ds.zero.stage12 import Fp8ZeroStage12
-from fp8_ds.zero.states import BuildingHost, building
 from fp8_ds.zero.states3 import Fp8StatesStage3
-from fp8_ds.zero.states12 import Fp8StatesStage12
 
 _HOLDS = (
     "fp8: gradient release saves nothing in this run: with gradient_clipping {} (without the key DeepSpeed takes 1.0, "
@@ -36,19 +36,17 @@ _HOLDS = (
 """The default: deepspeedai/DeepSpeed v0.19.2 and v0.19.3, deepspeed/runtime/constants.py, GRADIENT_CLIPPING_DEFAULT."""
 
 
-class _Mixins(NamedTuple):
-    """Mix-ins for one class of DeepSpeed, by what the configuration asks for."""
-
-    weights: type
-    states: type
-    release: type
-    reduce: type
+_HOSTS = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)
 
 
-_MIXINS: dict[type, _Mixins] = {
-    DeepSpeedZeroOptimizer: _Mixins(Fp8ZeroStage12, Fp8StatesStage12, Fp8ReleaseStage12, Fp8ReduceStage12),
-    DeepSpeedZeroOptimizer_Stage3: _Mixins(Fp8ZeroStage3, Fp8StatesStage3, Fp8ReleaseStage3, Fp8ReduceStage3),
-}
+def _mixins(host: type, config: Fp8Config, gradient_clipping: float) -> list[type]:
+    """Return our mix-ins before DeepSpeed's class `host`."""
+    if host is DeepSpeedZeroOptimizer:
+        return [Fp8ZeroStage12]
+    found: type = Fp8ZeroStage3
+    if config.optimizer.states != "fp32":
+        found = Fp8ReleaseStage3 if config.optimizer.releases(gradient_clipping) else Fp8StatesStage3
+    return [Fp8ReduceStage3, found] if config.zero.reduce_scatter == "fp8" else [found]
 
 
 def build_zero(engine: Any, optimizer: Any, build: Callable[[Any], Any]) -> tuple[Any, type]:
@@ -72,10 +70,10 @@ def build_zero(engine: Any, optimizer: Any, build: Callable[[Any], Any]) -> tupl
             say(_HOLDS.format(engine.gradient_clipping()))
         with building(releases):
             zero = build(optimizer)
-    host = next((host for host in _MIXINS if isinstance(zero, BuildingHost) and isinstance(zero, host)), type(zero))
-    if host not in _MIXINS:
+    host = next((host for host in _HOSTS if isinstance(zero, BuildingHost) and isinstance(zero, host)), type(zero))
+    if host not in _HOSTS:
         raise UnsupportedError(
-            f"ZeRO optimizer: expected one of {[h.__name__ for h in _MIXINS]}, got {host.__name__}. Remove the "
+            f"ZeRO optimizer: expected one of {[h.__name__ for h in _HOSTS]}, got {host.__name__}. Remove the "
             'option that selects it, or turn "fp8.enabled" off.'
         )
     return zero, host
@@ -101,14 +99,8 @@ def retype(zero: Any, host: type, context: Fp8Context, gradient_clipping: float)
         context: the engine's context.
         gradient_clipping: the norm that the engine clips at, 0 for none.
     """
-    config, known = context.config, _MIXINS[host]
-    if config.optimizer.states == "fp32":
-        mixins = [known.weights]
-    else:
-        mixins = [known.release if config.optimizer.releases(gradient_clipping) else known.states]
-    if config.zero.reduce_scatter == "fp8":
-        mixins.insert(0, known.reduce)
-    mixins += deepspeed_fixes.mixins(host, config, gradient_clipping)
+    mixins = _mixins(host, context.config, gradient_clipping)
+    mixins += deepspeed_fixes.mixins(host, context.config, gradient_clipping)
     zero.__class__ = type(f"Fp8{host.__name__}", (*mixins, host), {})
     zero.fp8_init(context)
     start_count_anew(context)

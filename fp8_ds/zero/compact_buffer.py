@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from fp8_ds.comm.gather import gather_runs
 from fp8_ds.comm.layout import CompactLayout, ShardRange, compact_layout
@@ -31,7 +32,7 @@ class CompactBuffer:
 
     def __init__(
         self,
-        params: list[nn.Parameter],
+        params: list[Any],
         flat_starts: list[int],
         partition_size: int,
         group: dist.ProcessGroup,

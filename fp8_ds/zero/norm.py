@@ -5,7 +5,7 @@ With the norm travels a check that ranks step with the same hyperparameters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,33 +17,41 @@ from torch import Tensor
 from fp8_ds.comm.collectives import HostCopy
 from fp8_ds.errors import ConfigError
 from fp8_ds.optim.core import AdamCore
+from fp8_ds.zero.host import ZeroHost
 
 
-def global_norm(optimizer: Any, grads: list[Tensor], params: list[Any]) -> Tensor:
+def global_norm(
+    host: ZeroHost,
+    grads: list[Tensor],
+    params: list[Any],
+    squares: Callable[[list[Tensor]], Tensor],
+    alike: HyperparameterCheck,
+) -> Tensor:
     """Return the L2 norm of all gradients over the ZeRO and model-parallel groups; float32, 0-dim. Collective.
 
     Replicated parameters (pipeline, model parallel) count once, as in DeepSpeed. The norm is infinite or NaN if a
     gradient is, and NaN if ranks would step with different numbers.
 
     Args:
-        optimizer: a ZeRO optimizer that is `Fp8States` or `OnePass`.
         grads: this rank's pieces, none twice.
         params: the parameter of each.
+        squares: sums the squares of all elements of a list, float32, 0-dim.
+        alike: adds up over the ranks.
     """
     counted = [
         grad
         for grad, p in zip(grads, params, strict=True)
         if not getattr(p, "ds_pipe_replicated", False)
-        and (is_model_parallel_parameter(p) or optimizer.model_parallel_rank == 0)
+        and (is_model_parallel_parameter(p) or host.model_parallel_rank == 0)
         and grad.numel()
     ]
     if counted:
-        total = optimizer._fp8_squares(counted)
+        total = squares(counted)
     else:
         device = get_accelerator().current_device_name()
         total = torch.zeros((), dtype=torch.float32, device=device)
-    total = optimizer._fp8_alike.sum(total.view(1), optimizer.param_groups)[0]
-    optimizer._model_parallel_all_reduce(tensor=total, op=dist.ReduceOp.SUM)
+    total = alike.sum(total.view(1), host.param_groups)[0]
+    host._model_parallel_all_reduce(tensor=total, op=dist.ReduceOp.SUM)
     return total.sqrt()
 
 

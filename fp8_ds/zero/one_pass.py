@@ -1,4 +1,4 @@
-"""`adam_step`: mix-ins that update DeepSpeed's fp32 masters and moments in one pass, from gradients as they lie.
+"""`adam_step`: Adam that updates DeepSpeed's fp32 masters and moments in one pass, from gradients as they lie.
 
 DeepSpeed 0.19.8 converts each gradient for the norm (runtime/zero/stage_1_and_2.py: `g.data.to(get_norm_dtype())`),
 flattens the gradients, copies them to fp32 (`flat_grad_partition.to(...)`; stage3.py,
@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import FusedAdam
-from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, OPTIMIZER_TIMERS
+from deepspeed.runtime.zero.stage_1_and_2 import OPTIMIZER_TIMERS
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -28,8 +28,8 @@ from fp8_ds.ops.dense_adam import AdamNumbers, DenseAdam, DenseStates, DenseStep
 from fp8_ds.ops.squares import SumOfSquares
 from fp8_ds.zero.norm import HyperparameterCheck, OverflowFlag, clip_factor, global_norm, overflow_flag
 
-GATHER_TIMER, _, STEP_TIMER = OPTIMIZER_TIMERS
-_ADAMS = (torch.optim.Adam, torch.optim.AdamW, FusedAdam)
+STEP_TIMER = OPTIMIZER_TIMERS[2]
+_ADAMS: tuple[type, ...] = (torch.optim.Adam, torch.optim.AdamW, FusedAdam)
 
 
 class Piece(NamedTuple):
@@ -54,9 +54,23 @@ class OnePassAdam:
     def __init__(self, zero: Any) -> None:
         self.zero = zero
         self.flag = OverflowFlag()
+        self._squares = _sum_of_squares()
+        self._alike = HyperparameterCheck(None, zero.dp_process_group)
         self._launches: dict[int, DenseAdam] = {}  # by id of a flat master
         self._counts: dict[int, tuple[Tensor, int, int]] = {}
         """By id of a master whose count of steps is a tensor: that tensor, its version, and the number."""
+
+    @property
+    def knows_it(self) -> bool:
+        """Whether the inner optimizer is one of Adam's."""
+        return type(self.zero.optimizer) in _ADAMS
+
+    def is_left_to_deepspeed(self, masters: Sequence[Tensor]) -> bool:
+        """As `why_not`; rank 0 says a reason once."""
+        reason = self.why_not(masters)
+        if reason is not None and dist.get_rank() == 0:
+            _say_once(f"fp8: the optimizer's step is DeepSpeed's own: {reason}")
+        return reason is not None
 
     def why_not(self, masters: Sequence[Tensor]) -> str | None:
         """Return why DeepSpeed's own step has to run, or None; the same on all ranks."""
@@ -96,7 +110,8 @@ class OnePassAdam:
         pieces = [piece for each in work for piece in each.pieces]
         for master, group, _ in work:
             _check_states(DenseStates(master, **_moments(self._state(master, group))))
-        norm = global_norm(zero, [piece.grad for piece in pieces], [piece.param for piece in pieces])
+        grads, params = [piece.grad for piece in pieces], [piece.param for piece in pieces]
+        norm = global_norm(zero, grads, params, self._squares, self._alike)
         skip = overflow_flag(norm)
         if waits:
             self.flag.send(skip)
@@ -170,75 +185,27 @@ class OnePassAdam:
         self._counts.clear()
 
 
-class OnePass:
-    """Base of both mix-ins."""
+class OnePassStage3:
+    """Mix-in before DeepSpeedZeroOptimizer_Stage3."""
 
     @functools.cached_property
     def _fp8_adam(self) -> OnePassAdam:
         return OnePassAdam(self)
 
-    @functools.cached_property
-    def _fp8_squares(self) -> Any:
-        return _sum_of_squares()
-
-    @functools.cached_property
-    def _fp8_alike(self: Any) -> HyperparameterCheck:
-        return HyperparameterCheck(None, self.dp_process_group)
-
-    @property
-    def _fp8_is_adam(self: Any) -> bool:
-        return type(self.optimizer) in _ADAMS
-
-    def _fp8_is_left_to_deepspeed(self, masters: Sequence[Tensor]) -> bool:
-        reason = self._fp8_adam.why_not(masters)
-        if reason is not None and dist.get_rank() == 0:
-            _say_once(f"fp8: the optimizer's step is DeepSpeed's own: {reason}")
-        return reason is not None
-
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
         self._fp8_adam.forget_counts()
 
-
-class OnePassStage12(OnePass):
-    """Mix-in before DeepSpeedZeroOptimizer."""
-
-    def step(self: Any, closure: Any = None) -> None:
-        """Step as DeepSpeed does; by its own code where `OnePassAdam.why_not` has a reason."""
-        masters = self.single_partition_of_fp32_groups
-        if self._fp8_is_left_to_deepspeed(masters):
-            super().step(closure)  # type: ignore[misc]
-            return
-        self.micro_step_id = INITIAL_MICRO_STEP_ID
-        self.timers(STEP_TIMER).start()
-        pieces = [list(_pieces(self.averaged_gradients[i], self.params_in_partition[i])) for i in range(len(masters))]
-        work = list(map(Work, masters, self.optimizer.param_groups, pieces))
-        self._fp8_adam.run(work, waits=self.check_grad_overflow)
-        self._lazy_init_hp_params_optimizer_state()
-        for i in range(len(masters)):
-            self.free_grad_in_param_list(chain(self.params_not_in_partition[i], self.params_in_partition[i]))
-            self.averaged_gradients[i] = self.all_grad_tensors[i] = None
-        self.timers(STEP_TIMER).stop()
-        self.timers(GATHER_TIMER).start()
-        if not self.overflow:
-            self._fp8_refresh(is_step=True)
-        self.timers(GATHER_TIMER).stop()
-        self.timers.log(OPTIMIZER_TIMERS)
-
-
-class OnePassStage3(OnePass):
-    """Mix-in before DeepSpeedZeroOptimizer_Stage3."""
-
     def step(self: Any, closure: Any = None) -> None:
         """Step as DeepSpeed does; by its own code where `OnePassAdam.why_not` has a reason."""
         masters = self.fp32_partitioned_groups_flat
-        if self._fp8_is_left_to_deepspeed(masters):
+        if self._fp8_adam.is_left_to_deepspeed(masters):
             super().step(closure)  # type: ignore[misc]
             return
         self._pre_step()
         self.timers(STEP_TIMER).start()
         groups = [self.optimizer.param_groups[self.sub_group_to_group_id[i]] for i in range(len(masters))]
-        pieces = [list(_pieces(self.averaged_gradients[i], self.fp16_groups[i])) for i in range(len(masters))]
+        pieces = [list(pieces_of_master(self.averaged_gradients[i], self.fp16_groups[i])) for i in range(len(masters))]
         self._fp8_adam.run(list(map(Work, masters, groups, pieces)), waits=True)
         self._partition_all_parameters()
         self.zero_grad(set_to_none=True)
@@ -276,7 +243,7 @@ def _check_states(states: DenseStates) -> None:
             )
 
 
-def _pieces(gradients: Iterable[Tensor], params: Iterable[Any]) -> Iterable[Piece]:
+def pieces_of_master(gradients: Iterable[Tensor], params: Iterable[Any]) -> Iterable[Piece]:
     """Yield the pieces of a flat master from its gradients in order, between which there may be padding."""
     gradients = list(gradients)
     starts = accumulate((grad.numel() for grad in gradients), initial=0)
@@ -295,3 +262,9 @@ def _sum_of_squares() -> Any:
         return torch.stack([torch.linalg.vector_norm(grad.double()) for grad in grads]).square().sum().float()
 
     return squares
+
+
+def step_of(zero: Any) -> OnePassAdam | None:
+    """Return our step of fp32 states of an optimizer in FP8; None where it is DeepSpeed's."""
+    found: OnePassAdam | None = zero.fp8.adam if hasattr(zero, "fp8") else getattr(zero, "_fp8_adam", None)
+    return found

@@ -7,7 +7,7 @@ their scales.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -96,40 +96,13 @@ def split_lp_params(optimizer: Any, include: Any, device: Any) -> tuple[Any, boo
     return wanted - {OffloadStateTypeEnum.lp_params}, with_weights and not already, device
 
 
-def offload_weights(optimizer: Any, device: Any) -> None:
-    """Move the weights to `device`; readers still work there, compute does not."""
-    optimizer._fp8_move_weights(torch.device(device.value))
+def offload_weights(optimizer: Any, move: Callable[[torch.device], None], device: Any) -> None:
+    """Move the weights to `device` by `move`; readers still work there, compute does not."""
+    move(torch.device(device.value))
     optimizer.offloaded_states.add(OffloadStateTypeEnum.lp_params)
 
 
-def reload_weights(optimizer: Any) -> None:
+def reload_weights(optimizer: Any, move: Callable[[torch.device], None]) -> None:
     if OffloadStateTypeEnum.lp_params in optimizer.offloaded_states:
-        optimizer._fp8_move_weights(torch.device(get_accelerator().current_device_name()))
+        move(torch.device(get_accelerator().current_device_name()))
         optimizer.offloaded_states.remove(OffloadStateTypeEnum.lp_params)
-
-
-def offload_adam(optimizer: Any, include: Any, device: Any) -> set[OffloadStateTypeEnum]:
-    """Move low parts and moments to `device` (pageable, one copy each); return the states left for DeepSpeed."""
-    wanted = set(OffloadStateTypeEnum) if include is None else set(include)
-    ours = {OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params}
-    chosen = (wanted & ours) - optimizer.offloaded_states
-    _move_adam(optimizer, chosen, torch.device("cpu" if device is None else device.value))
-    optimizer.offloaded_states.update(chosen)
-    return wanted - ours
-
-
-def reload_adam(optimizer: Any) -> None:
-    chosen = optimizer.offloaded_states & {OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params}
-    _move_adam(optimizer, chosen, torch.device(get_accelerator().current_device_name()))
-    optimizer.offloaded_states.difference_update(chosen)
-
-
-def _move_adam(optimizer: Any, chosen: set[OffloadStateTypeEnum], device: torch.device) -> None:
-    core = optimizer.optimizer.core
-    for shard in core.shards:
-        if OffloadStateTypeEnum.optim_states in chosen:
-            shard.m, shard.v = shard.m.to(device), shard.v.to(device)
-            shard.m_scale_inv, shard.v_scale_inv = shard.m_scale_inv.to(device), shard.v_scale_inv.to(device)
-        if OffloadStateTypeEnum.hp_params in chosen and shard.lo is not None:
-            shard.lo = shard.lo.to(device)
-    core.moved()

@@ -31,6 +31,8 @@ _ALIGNMENT = 16
 class Fp8ZeroStage3:
     """Mix-in before DeepSpeedZeroOptimizer_Stage3 in the class of a retyped optimizer."""
 
+    fp8_flag: Any = None
+    """Whether a step was skipped, where the host may learn of it a step late."""
     _fp8_keeps_gradients = True
     _fp8_shards_class, _fp8_weight_class = Fp8Shards, ShardedWeight
 
@@ -229,11 +231,11 @@ class Fp8ZeroStage3:
         if include:  # DeepSpeed before 0.19.8 offloads nothing without its own FusedAdam
             super().offload_states(include=include, device=device, **kwargs)  # type: ignore[misc]
         if with_weights:
-            offload_weights(self, device)
+            offload_weights(self, self._fp8_move_weights, device)
         self._fp8_set_sources()  # views of what has left would keep its memory
 
     def reload_states(self: Any, non_blocking: bool = False) -> None:
-        reload_weights(self)
+        reload_weights(self, self._fp8_move_weights)
         super().reload_states(non_blocking=non_blocking)  # type: ignore[misc]
         self._fp8_set_sources()
 

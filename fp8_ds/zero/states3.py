@@ -6,6 +6,8 @@ flat fp32 masters become tensors of no size (`virtual_flat`). Seams: fp8_ds/engi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,13 +18,11 @@ from fp8_ds.comm.layout import ShardRange
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.numerics.masters import BF16_8
 from fp8_ds.ops.adamw import AdamShard
-from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.states import MOMENTS, FlatBuffer, allocate_lo, read_dense, weight_id, write_dense
-from fp8_ds.zero.norm import clip_factor, global_norm, overflow_flag
 from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight, newer, num_real, start_of
+from fp8_ds.zero.split_states import SplitStates
 from fp8_ds.zero.stage import Fp8Context
 from fp8_ds.zero.stage3 import Fp8ZeroStage3
-from fp8_ds.zero.states import Fp8States
 from fp8_ds.zero.weights import SplitQuantizer, reduced_amaxes
 
 _STEP_TIMER = "optimizer_step"
@@ -76,7 +76,7 @@ class SplitShards(Fp8Shards):
         self.mark_ready()
 
 
-class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
+class Fp8StatesStage3(Fp8ZeroStage3):
     """Mix-in before DeepSpeedZeroOptimizer_Stage3 whose inner optimizer is a `ZeroAdamW`."""
 
     _fp8_shards_class, _fp8_weight_class = SplitShards, SplitWeight
@@ -86,12 +86,21 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
         self._fp8_waits = context.check_overflow
         self._fp8_shard_of: dict[int, AdamShard] = {}
         super().fp8_init(context)
-        self._fp8_check_stored()
+        self._fp8_split.check_stored()
+
+    @property
+    def fp8_flag(self: Any) -> Any:
+        return self._fp8_split.flag
+
+    def _fp8_restore_stored(self: Any) -> None:
+        """Do nothing: masters of weights that came in FP8 are encoded without noise."""
 
     def _fp8_make_quantizer(self: Any, context: Fp8Context, device: torch.device) -> Any:
         weights: Any = context.quantized
         values = [p.ds_tensor.data[: num_real(p)] for p in weights.values()]
-        return self._fp8_make_scales(list(weights), values, device, context.first_scales(weights.values()))
+        first = context.first_scales(weights.values())
+        self._fp8_split = SplitStates(self, context, list(weights), values, device, first)
+        return self._fp8_split.scales
 
     def _fp8_fill(self: Any, device: torch.device) -> None:
         self._fp8_shards.owner = self
@@ -104,7 +113,7 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
                     continue
                 allocate_lo(shard, device)
                 if shard.fmt.is_fp8:
-                    self._fp8_write_first(p, shard, p.ds_tensor.data[: shard.numel])
+                    self._fp8_split.write_first(p, shard, p.ds_tensor.data[: shard.numel])
         self._fp8_drop_flat()
         self._fp8_repoint()
 
@@ -121,18 +130,15 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
                 offset += p.ds_tensor.ds_numel
             flats.append(flat)
             rows.append(self.sub_group_to_group_id[i])
-        self._fp8_flats = flats
-        scales = self._fp8_shards.quantizer.scales
-        optimizer, device = self.optimizer, self._fp8_flat.device
-        core = AdamCore(flats, rows, scales, device, optimizer.decoupled, optimizer.seed)
+        self._fp8_split.flats = flats
         row_of = {id(p): i for i, group in enumerate(self.fp16_groups) for p in group}
-        core.set_weight_rows([row_of.get(id(w.param)) for w in self._fp8_shards.weights if not w.is_stored])
-        optimizer.manage(core)
+        weight_rows = [row_of.get(id(w.param)) for w in self._fp8_shards.weights if not w.is_stored]
+        self._fp8_split.manage(rows, weight_rows, self._fp8_flat.device)
 
     def _fp8_make_state(self: Any, p: Any, row: int, offset: int, numel: int) -> AdamShard:
         name = self.param_names[p]
         fp8 = self._fp8_shards.of([p])
-        fmt = self._fp8_format if fp8 else BF16_8
+        fmt = self._fp8_split.format if fp8 else BF16_8
         index = fp8[0].index if fp8 else 0
         shard = AdamShard(name, numel, start_of(p), weight_id(name), row, index, fmt, self._fp8_hi(p, numel))
         self._fp8_shard_of[id(p)] = shard
@@ -166,7 +172,7 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
             if shard is None:
                 continue
             write_dense(shard, None, value, quantizer.scale_inv)
-            if self._fp8_is_dense:  # the dense masters will be quantised in the end
+            if self._fp8_split.is_dense:  # the dense masters will be quantised in the end
                 row, offset = self._fp8_places[id(weight.param)]
                 self.fp32_partitioned_groups_flat[row].detach().narrow(0, offset, shard.numel).copy_(value)
 
@@ -177,7 +183,7 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
     @torch.no_grad()
     def _fp8_refresh(self: Any, is_step: bool) -> None:
         """Make later gathers wait for the shards, which are the masters already, and update amax histories."""
-        if self._fp8_is_dense:
+        if self._fp8_split.is_dense:
             return
         self._fp8_shards.mark_ready()
         self._fp8_shards.refresh_bf16()
@@ -186,7 +192,7 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
             if frozen:
                 self._fp8_shards.absorb(frozen)
             return
-        self._fp8_end_scales()
+        self._fp8_split.end_scales()
 
     def step(self: Any, closure: Any = None) -> None:
         """Update all shards straight from the reduced gradients.
@@ -200,17 +206,14 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
         timer_names = {_STEP_TIMER}
         self.timers(_STEP_TIMER).start()
         grads, params = self._fp8_gradients()
-        norm = global_norm(self, grads, params)
-        skip = overflow_flag(norm)
-        self.fp8_flag.send(skip)
-        self._fp8_update(grads, clip_factor(norm, self.clip_grad, self.loss_scale), skip)
+        norm = self._fp8_split.update(grads, params)
         self._partition_all_parameters()
         self.zero_grad(set_to_none=True)
-        self._fp8_end_step(norm)
+        self._fp8_split.end_step(norm, self._fp8_waits)
         for i in range(len(self.fp16_groups)):
             self.averaged_gradients[i] = None
         self.timers(_STEP_TIMER).stop()
-        if not self._fp8_is_skipped():
+        if not self._fp8_split.is_skipped():
             self._post_step(timer_names)
 
     def _fp8_gradients(self: Any) -> tuple[list[Tensor], list[Any]]:
@@ -224,15 +227,39 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
                     params.append(p)
         return grads, params
 
-    @property
-    def _fp8_deepspeed_masters(self: Any) -> Any:
-        return self.fp32_partitioned_groups_flat
+    @contextmanager
+    def fp8_dense(self: Any) -> Iterator[dict[str, Tensor]]:
+        """As `SplitStates.dense`. Collective."""
+        if self._fp8_split.is_dense:
+            yield {}
+            return
+        try:
+            with self._fp8_split.dense(self.fp32_partitioned_groups_flat, lambda: None) as scales:
+                try:
+                    yield scales
+                finally:
+                    self._fp8_repoint()
+        finally:
+            self._fp8_refresh(is_step=False)
+            self._fp8_fetch_persistent_anew()
 
-    def _fp8_absorb(self: Any, saved_scales: dict[str, Tensor]) -> None:
-        self._fp8_repoint()
-        super()._fp8_absorb(saved_scales)
-        self._fp8_refresh(is_step=False)
-        self._fp8_fetch_persistent_anew()
+    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
+        with self.fp8_dense():
+            super().load_state_dict(*args, **kwargs)
+
+    def offload_states(self: Any, include: Any = None, device: Any = None, **kwargs: Any) -> None:
+        super().offload_states(include=self._fp8_split.offload(include, device), device=device, **kwargs)
+
+    def reload_states(self: Any, non_blocking: bool = False) -> None:
+        self._fp8_split.reload()
+        super().reload_states(non_blocking=non_blocking)
+
+    def fp8_bound_sums(self: Any) -> dict[int, float]:
+        sums: dict[int, float] = self._fp8_split.bound_sums()
+        return sums
+
+    def fp8_load_bound_sums(self: Any, sums: dict[int, float]) -> None:
+        self._fp8_split.load_bound_sums(sums)
 
     def _fp8_fetch_persistent_anew(self: Any) -> None:
         """Gather persistent parameters again from the shards: a load has them from dense masters. Collective."""
@@ -243,14 +270,14 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
             stale[0].all_gather_coalesced(stale).wait()
 
     def _fp8_hp_shards(self: Any, group: int) -> tuple[list[Tensor], list[Tensor]]:
-        if not self._fp8_is_dense:
+        if not self._fp8_split.is_dense:
             return [], []
         return super()._fp8_hp_shards(group)
 
     def _rigid_state_dict(self: Any) -> dict[str, Any]:
         """Return DeepSpeed's state with dense float32 masters and moments on the CPU, under DeepSpeed's names."""
         state: dict[str, Any] = super()._rigid_state_dict()  # type: ignore[misc]
-        state["fp32_flat_groups"] = list(self._fp8_dense_masters())
+        state["fp32_flat_groups"] = list(self._fp8_split.dense_masters())
         return state
 
     def _restore_from_bit16_weights(self: Any) -> None:

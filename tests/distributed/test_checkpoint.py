@@ -191,7 +191,7 @@ def test_a_skipped_step_that_the_host_has_not_heard_of_is_in_the_checkpoint(fold
     def built(seed: int) -> Any:
         scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-3, "warmup_num_steps": 20}}
         one = build(stage, E4M19, seed, bf16={"check_grad_overflow": False}, scheduler=scheduler)
-        one.optimizer.fp8_flag = training.late_flag()
+        training.flag_late(one.optimizer)
         return one
 
     def overflow(one: Any, step: int) -> None:

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import training
+from support.late_flag import states_of
 from support.ranks import RankError, RankPool
 
 from fp8_ds.checkpoint import folders
+from fp8_ds.zero.one_pass import step_of
 
 pytestmark = pytest.mark.distributed
 
@@ -60,7 +62,8 @@ def arm(engine: Any, moment: str, fate: Callable[..., None]) -> None:
         layer.register_full_backward_hook(fate)
     elif moment == "step":  # between the reduction of gradients and the update
         has_fp8_states = engine.fp8.config.optimizer.states == "fp8"
-        owner, name = (engine.optimizer, "_fp8_update") if has_fp8_states else (engine.optimizer._fp8_adam, "_state")
+        zero = engine.optimizer
+        owner, name = (states_of(zero).core, "begin") if has_fp8_states else (step_of(zero), "_state")
         assert hasattr(owner, name) and not engine.fp8.config.optimizer.release
         setattr(owner, name, fate)
     elif moment == "save":

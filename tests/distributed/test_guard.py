@@ -129,7 +129,7 @@ def test_a_step_that_was_skipped_puts_no_layer_into_bf16(folder: str, recipe: st
         fp8["optimizer"] = {"states": "fp8"}
     engine = training.build(training.ds_config(2, fp8, bf16={"check_grad_overflow": not is_late}), base.MODEL)
     if is_late:
-        engine.optimizer.fp8_flag = training.late_flag()
+        training.flag_late(engine.optimizer)
     reports = training.reports_of(engine)
     training.train(engine, 3)
     handle = engine.module.register_forward_hook(lambda module, inputs, loss: loss * float("nan"))

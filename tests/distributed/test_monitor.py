@@ -264,7 +264,7 @@ def test_three_skipped_steps_in_a_row_are_said_once_by_rank_0(stage: int, fp8: d
     with training.log_lines() as said:
         engine = training.build(config, {"width": 32, "hidden": 64, "num_blocks": 1})
         if not waits:
-            engine.optimizer.fp8_flag = training.late_flag()
+            training.flag_late(engine.optimizer)
         for step in range(10):
             factor = float("inf") if is_first and step in (1, 2, 4, 5, 6, 7) else 1.0
             handle = engine.module.norm.bias.register_hook(lambda grad, factor=factor: grad * factor)

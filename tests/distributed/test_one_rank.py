@@ -20,14 +20,14 @@ STATES = {"optimizer": {"states": "fp8", "master": "e4m11"}}
 @contextmanager
 def gradients(direct: bool) -> Iterator[None]:
     """Engines built inside take gradients directly, or through stock buckets."""
-    from fp8_ds.zero.states12 import Fp8StatesStage12
+    from fp8_ds.zero import zero12
 
-    before = Fp8StatesStage12._fp8_takes_gradients
-    Fp8StatesStage12._fp8_takes_gradients = direct
+    before = zero12.has_one_rank
+    zero12.has_one_rank = lambda host: direct and before(host)
     try:
         yield
     finally:
-        Fp8StatesStage12._fp8_takes_gradients = before
+        zero12.has_one_rank = before
 
 
 class UnusedLM(training.TinyLM):
@@ -54,7 +54,7 @@ def run(stage: int, accumulation: int, model: dict[str, Any], loop: str, direct:
         net = UnusedLM(**model)
         config = training.ds_config(stage, STATES, gradient_accumulation_steps=accumulation, zero_optimization=zero)
         engine = deepspeed.initialize(model=net, config=config, model_parameters=list(net.parameters()))[0]
-    assert engine.optimizer._fp8_is_direct is direct
+    assert (type(engine.optimizer.fp8.gradients).__name__ == "GradientsOfOneRank") is direct
 
     def backward(tokens: torch.Tensor, factor: float = 1.0) -> None:
         loss = engine(tokens) * factor

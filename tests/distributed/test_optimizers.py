@@ -57,7 +57,7 @@ def test_a_learning_rate_of_one_ranks_own_is_an_error_where_the_host_learns_of_i
     model = {"width": 64, "hidden": 192, "num_blocks": 3}
     buckets = {"zero_optimization": {"reduce_bucket_size": 16_000}}
     engine = training.build(training.ds_config(stage, fp8, gradient_clipping=0.0, **late, **buckets), model)
-    engine.optimizer.fp8_flag = training.late_flag()
+    training.flag_late(engine.optimizer)
     group = engine.optimizer.param_groups[0]
     usual = group["lr"]
     training.train(engine, 1)

@@ -64,7 +64,7 @@ def run_with_skipped_steps(stage: int, fp8: dict[str, Any], waits: bool) -> tupl
     with training.log_lines() as said:
         engine = training.build(training.ds_config(stage, {**DELAYED, **fp8}, **overrides))
         if not waits:
-            engine.optimizer.fp8_flag = training.late_flag()
+            training.flag_late(engine.optimizer)
         for step in range(10):
             factor = float("inf") if is_on and step in (2, 3, 4, 5, 7, 8) else 1.0
             handle = engine.module.blocks[1].norm.bias.register_hook(lambda grad, factor=factor: grad * factor)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from support.late_flag import late_flag as late_flag
+from support.late_flag import flag_late as flag_late
 from torch import Tensor, nn
 
 VOCABULARY, LENGTH, MICRO_BATCH = 96, 32, 4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from fp8_ds.comm.collectives import HostCopy
@@ -15,6 +17,12 @@ class _LateFlag(OverflowFlag):
         self._host.send(skip)
 
 
-def late_flag() -> OverflowFlag:
-    """For `optimizer.fp8_flag`: as on a GPU that the host does not wait for (`bf16.check_grad_overflow` false)."""
-    return _LateFlag()
+def flag_late(optimizer: Any) -> None:
+    """Let an optimizer with FP8 states learn of skipped steps late: as on a GPU that the host does not wait for
+    (`bf16.check_grad_overflow` false)."""
+    states_of(optimizer).flag = _LateFlag()
+
+
+def states_of(optimizer: Any) -> Any:
+    """The `SplitStates` of an optimizer with FP8 states."""
+    return optimizer.fp8.masters.states if hasattr(optimizer, "fp8") else optimizer._fp8_split

@@ -20,7 +20,6 @@ from fp8_ds.zero.stage import Fp8Context
 from fp8_ds.zero.stage3 import Fp8ZeroStage3
 from fp8_ds.zero.stage12 import Fp8ZeroStage12
 from fp8_ds.zero.states3 import Fp8StatesStage3
-from fp8_ds.zero.states12 import Fp8StatesStage12
 from fp8_ds.zero.weights import virtual_flat
 from support.zero3_host import sharded_parameter
 
@@ -42,7 +41,6 @@ def values_of(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
 class _Host:
     """What both stages have. Masters are float32 of `values`, or their FP8 states if the block asks for them."""
 
-    _fp8: Any
     params: dict[str, Any]
     overflow = False
     clip_grad, loss_scale, model_parallel_rank, dtype = 0.0, 1.0, 0, torch.bfloat16
@@ -59,7 +57,8 @@ class _Host:
         history = AmaxHistory(2, [448.0, 448.0]) if config.linear.recipe == "delayed" else None
         weights = {name: self.params[name] for name in WEIGHTS} | frozen
         plan: Any = None
-        self.fp8_init(Fp8Context(config, plan, weights, history))  # type: ignore[attr-defined]
+        self.context = Fp8Context(config, plan, weights, history)
+        self.fp8_init(self.context)  # type: ignore[attr-defined]
 
     def make(self, values: dict[str, Tensor], has_states: bool) -> None:
         raise NotImplementedError
@@ -162,6 +161,9 @@ class Host12(_Host):
     def _link_all_hp_params(self) -> None:
         pass
 
+    def step(self, closure: Any = None) -> None:
+        raise AssertionError("DeepSpeed's own step runs")
+
 
 class Host3(_Host):
     """In the place of DeepSpeedZeroOptimizer_Stage3, with one sub-group."""
@@ -241,10 +243,6 @@ class Zero12(Fp8ZeroStage12, Host12):
     pass
 
 
-class States12(Fp8StatesStage12, Host12):
-    pass
-
-
 class Zero3(Fp8ZeroStage3, Host3):
     pass
 
@@ -264,5 +262,5 @@ def zero_optimizer(
     """
     config = Fp8Config.from_block({"enabled": True, "preset": None, **block})
     with_states = config.optimizer.states == "fp8"
-    kinds: dict[bool, tuple[type, type]] = {False: (Zero12, Zero3), True: (States12, States3)}
+    kinds: dict[bool, tuple[type, type]] = {False: (Zero12, Zero3), True: (Zero12, States3)}
     return kinds[with_states][stage == 3](values_of(shapes), config, frozen or {})

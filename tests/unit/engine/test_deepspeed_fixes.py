@@ -27,7 +27,6 @@ CALLED_ONCE = {
     "leave_out_of_graphs": "hook_tracing",
 }
 MIXED_IN = {
-    deepspeed_fixes.OnePassStage12: "adam_step",
     deepspeed_fixes.OnePassStage3: "adam_step",
     deepspeed_fixes.OwnUniversalSteps: "universal_step",
     deepspeed_fixes.FewerLaunches: "reduce_scatter",

@@ -52,7 +52,7 @@ def step(zero: Any, stage: int) -> None:
         for i in range(len(zero.fp16_groups)):
             zero._reassign_or_swap_out_partitioned_parameters(i)
     else:
-        zero._fp8_refresh(is_step=True)
+        zero.fp8.refresh(is_step=True)
 
 
 def written(stage: int, recipe: str) -> None:
@@ -148,7 +148,7 @@ def assigned(states: bool, keeps: bool) -> None:
     table.data, gain.data = F.normalize(table.data, dim=1), gain.data.flip(0)
     now = {"embedding": table.detach().clone(), "gain": gain.detach().clone()}
     if keeps:
-        zero._fp8_move_weights(torch.device("cpu"))
+        zero.fp8.weights.move(torch.device("cpu"))
     elif states:  # what is assigned is the master
         zero.param_groups[0]["lr"] = 0.0
         zero.give(values)
@@ -156,7 +156,7 @@ def assigned(states: bool, keeps: bool) -> None:
     else:
         step(zero, 2)
     assert_same({name: zero.read(name) for name in now}, now if keeps or states else values)
-    zero._fp8_refresh(is_step=False)
+    zero.fp8.refresh(is_step=False)
     masters = zero.masters()
     for name in now:  # and it follows them again
         assert torch.equal(zero.read(name), masters[name].bfloat16()), name

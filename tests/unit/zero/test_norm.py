@@ -69,11 +69,9 @@ def norm_of(rates: list[float], model_parallel_rank: int) -> tuple[float, str]:
     optimizer: Any = SimpleNamespace(
         model_parallel_rank=model_parallel_rank,
         param_groups=groups,
-        _fp8_alike=check,
-        _fp8_squares=lambda counted: torch.cat(counted).square().sum(),
         _model_parallel_all_reduce=lambda tensor, op: None,
     )
-    norm = global_norm(optimizer, grads, params)
+    norm = global_norm(optimizer, grads, params, lambda counted: torch.cat(counted).square().sum(), check)
     try:
         check.end_step(groups, overflow=not bool(norm.isfinite()))
     except ConfigError as error:

@@ -16,7 +16,7 @@ from fp8_ds.comm.layout import ShardRange
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.zero.compact_buffer import CompactBuffer, pieces_of
-from fp8_ds.zero.reduce import Fp8ReduceStage12
+from fp8_ds.zero.gradients12 import reduce_and_scatter
 
 SHAPES = [(3, 5), (40,), (2, 33), (7,)]
 NUM_RANKS = 3
@@ -61,14 +61,16 @@ NUMELS = [200, 130, 50]
 """Of the parameters in one bucket; rank 0 keeps the first and part of the second, rank 1 the rest."""
 
 
-def host(counter: ByteCounter) -> Any:
-    found: Any = Fp8ReduceStage12()
-    found.dp_process_group, found.overlap_comm = dist.group.WORLD, False
+def host() -> Any:
+    found = SimpleNamespace(dp_process_group=dist.group.WORLD, overlap_comm=False)
     found.optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
     found.bit16_groups = [[torch.empty(numel) for numel in NUMELS]]
     found.ipg_buckets = {torch.bfloat16: SimpleNamespace(params=[(0, index, None) for index in range(3)])}
-    found._fp8 = SimpleNamespace(counter=counter)
     return found
+
+
+def not_called(*args: Any) -> None:
+    raise AssertionError
 
 
 def values(rank: int) -> Tensor:
@@ -85,7 +87,7 @@ def reduced(outputs: bool) -> tuple[Tensor, Tensor, int]:
         ({rank}, buffer[start:end], added[start:end]) if outputs else (rank, buffer[start:end])
         for rank, start, end in ends
     ]
-    host(counter).allreduce_and_scatter(bucket, torch.bfloat16)
+    reduce_and_scatter(host(), counter, not_called, bucket, torch.bfloat16)
     return buffer, added, counter.reduced
 
 
@@ -103,6 +105,6 @@ def test_an_optimizer_that_needs_whole_gradients_is_refused() -> None:
     def refuse() -> None:
         with pytest.raises(UnsupportedError, match=r"fp8\.zero\.reduce_scatter"):
             bucket = [({0, 1}, torch.zeros(380), None)]
-            host(ByteCounter()).allreduce_and_scatter(bucket, torch.bfloat16)
+            reduce_and_scatter(host(), ByteCounter(), not_called, bucket, torch.bfloat16)
 
     on_threads(2, refuse)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed import utils
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-from support.late_flag import late_flag
+from support.late_flag import flag_late
 from support.threads import on_threads
 from support.zero_hosts import ALIGNED, RAGGED, WEIGHTS, zero_optimizer
 from torch import Tensor
@@ -84,9 +84,9 @@ def test_gradients_give_the_same_bytes_on_1_2_and_4_ranks_in_all_stages(master: 
 def skipping(stage: int, master: str, value: float, is_late: bool) -> None:
     zero = trained(stage, RAGGED, states(master, linear={"recipe": "delayed"}), 2)
     if is_late:
-        zero.fp8_flag = late_flag()
+        flag_late(zero)
         setattr(zero, "check_grad_overflow" if stage < 3 else "_fp8_waits", False)
-    before, history = zero.states(), zero._fp8.history
+    before, history = zero.states(), zero.context.history
     scale = history.scale.clone()
     broken = gradients(RAGGED, 2)
     broken["gain"][7] = value  # on one rank alone

@@ -1,0 +1,219 @@
+"""FlatWeights: the compact buffers of ZeRO-1 and 2, FP8 bytes and bf16 of the rest, and their gathers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8_ds.comm.collectives import ByteCounter
+from fp8_ds.comm.layout import Fragment
+from fp8_ds.nn.linear.parameter import point_at_bf16, retype
+from fp8_ds.nn.linear.payload import Fp8Payload, Granularity
+from fp8_ds.nn.linear.stored import StoredScales
+from fp8_ds.numerics.formats import E4M3
+from fp8_ds.zero.compact_buffer import CompactBuffer
+from fp8_ds.zero.host import Host12
+
+_HP_FREE_BYTES = 1 << 20
+
+
+class Place(NamedTuple):
+    """An FP8 weight: its parameter group, its number among the group's FP8 weights, and in the scale vectors."""
+
+    group: int
+    number: int
+    slot: int
+
+
+@dataclass
+class GroupWeights:
+    """Buffers of one parameter group.
+
+    Attributes:
+        fp8: bytes of the weights that are in FP8.
+        hp: the other parameters, bf16.
+        bf16: weights of `fp8` whose layers compute in bf16; None until there is a choice of these.
+    """
+
+    fp8: CompactBuffer
+    hp: CompactBuffer
+    bf16: CompactBuffer | None = None
+
+    @property
+    def is_all_bf16(self) -> bool:
+        """Whether no layer reads the FP8 bytes."""
+        num = 0 if self.bf16 is None else len(self.bf16.params)
+        return 0 < num == len(self.fp8.params)
+
+    @property
+    def buffers(self) -> list[CompactBuffer]:
+        return [kind for kind in (self.fp8, self.hp, self.bf16) if kind is not None]
+
+
+class FlatWeights:
+    """Weights of the optimizer `host` on this rank, whole.
+
+    Attributes:
+        groups: of each parameter group, as far as they are made.
+    """
+
+    def __init__(self, host: Host12, counter: ByteCounter) -> None:
+        self._host = host
+        self._counter = counter
+        self.groups: list[GroupWeights] = []
+
+    @property
+    def params(self) -> Iterator[Any]:
+        """FP8 weights in the order of the scale vectors: groups, then flat order."""
+        return (p for group in self.groups for p in group.fp8.params)
+
+    @property
+    def places(self) -> Iterator[Place]:
+        """Places of FP8 weights, in the order of `params`."""
+        pairs = ((i, index) for i, group in enumerate(self.groups) for index in range(len(group.fp8.params)))
+        return (Place(i, index, slot) for slot, (i, index) in enumerate(pairs))
+
+    def payload(self, place: Place) -> Fp8Payload:
+        payload: Fp8Payload = self.groups[place.group].fp8.params[place.number]._fp8
+        return payload
+
+    def own(self, place: Place) -> Fragment | None:
+        """Return the part of an FP8 weight that this rank owns."""
+        return self.groups[place.group].fp8.own_of.get(place.number)
+
+    def make_buffer(self, i: int, chosen: Sequence[bool], dtype: torch.dtype, device: torch.device) -> CompactBuffer:
+        """Make an empty buffer for the `chosen` parameters of group `i`, which is in flat order."""
+        places = zip(self._host.round_robin_bit16_groups[i], _flat_offsets(self._host, i), chosen, strict=True)
+        found = [(p, start) for p, start, is_chosen in places if is_chosen]
+        size, group = int(self._host.partition_size[i]), self._host.real_dp_process_group[i]
+        return CompactBuffer([p for p, _ in found], [start for _, start in found], size, group, dtype, device)
+
+    def gather(self, fill_bf16: Callable[[int, CompactBuffer], None]) -> None:
+        """Gather bf16 parameters, bf16 for layers in bf16, and FP8 bytes of groups with layers in FP8. Collective.
+
+        Args:
+            fill_bf16: copies this rank's masters of a group to a buffer of layers in bf16.
+        """
+        for group in self.groups:
+            if not group.is_all_bf16:
+                self._counter.fp8 += group.fp8.gather()
+            self._counter.hp += group.hp.gather(_HP_FREE_BYTES)
+        for i, group in enumerate(self.groups):
+            if group.bf16 is not None:
+                fill_bf16(i, group.bf16)
+                self._counter.hp += group.bf16.gather(_HP_FREE_BYTES)
+        self.point_params(keep_values=False)
+        for p in self.params:
+            p._fp8.version += 1
+
+    @torch.no_grad()
+    def point_params(self, keep_values: bool) -> None:
+        """Point parameters that are not in FP8 into their buffers, also where a user has assigned `p.data`.
+
+        Args:
+            keep_values: whether assigned values go into the buffer; else the buffer's stay, as in DeepSpeed.
+        """
+        kinds = [group.hp for group in self.groups]
+        strays = [(hp.view(i), hp.params[i], hp.params[i].data.clone()) for hp in kinds for i in hp.strays()]
+        for view, p, value in strays:  # all were cloned first: two may have been exchanged
+            if keep_values and value.shape == view.shape:
+                view.copy_(value)
+            p.data = view
+
+    @torch.no_grad()
+    def set_bf16(self, names: Collection[str], fill_bf16: Callable[[int, CompactBuffer], None]) -> None:
+        """Keep bf16 of the weights `names`, and of no others, beside their bytes. Collective.
+
+        `fill_bf16`: as in `gather`.
+        """
+        skipped = [group for group in self.groups if group.is_all_bf16]
+        for group in self.groups:
+            group.bf16 = None  # what was there is freed first
+        for p in self.params:
+            point_at_bf16(p, None)
+            p._fp8.version += 1
+        made = []
+        for i, group in enumerate(self.groups):
+            chosen = [hasattr(p, "_fp8") and p._fp8.name in names for p in self._host.round_robin_bit16_groups[i]]
+            bf16 = self.make_buffer(i, chosen, group.hp.buffer.dtype, group.fp8.buffer.device)
+            fill_bf16(i, bf16)
+            bf16.gather(_HP_FREE_BYTES)
+            for index, p in enumerate(bf16.params):
+                point_at_bf16(p, bf16.view(index))
+            made.append(bf16)
+        for group, bf16 in zip(self.groups, made, strict=True):
+            group.bf16 = bf16
+        for group in skipped:
+            if not group.is_all_bf16:
+                group.fp8.gather()
+
+    def move(self, device: torch.device) -> None:
+        """Move the buffers and point every parameter into them again."""
+        self.point_params(keep_values=True)
+        for kind in (kind for group in self.groups for kind in group.buffers):
+            kind.buffer = kind.buffer.to(device)
+        for group in self.groups:
+            for index, p in enumerate(group.fp8.params):
+                p._fp8.data = group.fp8.view(index)
+            for index, p in enumerate(group.hp.params):
+                p.data = group.hp.view(index)
+            for index, p in enumerate([] if group.bf16 is None else group.bf16.params):
+                assert group.bf16 is not None
+                point_at_bf16(p, group.bf16.view(index))
+
+    def resident_bytes(self) -> dict[str, int]:
+        """Return this rank's bytes of FP8 weights and of bf16 parameters, and how many weights are FP8."""
+        fp8 = sum(group.fp8.buffer.nbytes for group in self.groups)
+        return {
+            "fp8": fp8,
+            "hp": sum(kind.buffer.nbytes for group in self.groups for kind in group.buffers) - fp8,
+            "num_fp8_weights": sum(p.numel() for p in self.params),
+        }
+
+
+def _flat_offsets(host: Host12, i: int) -> list[int]:
+    """Return the first element of each parameter of group `i` in the flat group, in flat order.
+
+    DeepSpeed 0.19 stores these offsets (parameters may be padded to 16 bytes); before, parameters lie without gaps.
+    """
+    offsets = getattr(host, "round_robin_bit16_offsets", None)
+    if offsets is not None:
+        return list(offsets[i])
+    starts, end = [], 0
+    for p in host.round_robin_bit16_groups[i]:
+        starts.append(end)
+        end += p.numel()
+    return starts
+
+
+def freeze(name: str, p: Any, granularity: Granularity, stored: StoredScales | None) -> None:
+    """Store a frozen weight in FP8. Every rank has all of it, so there is no collective and no owner.
+
+    Args:
+        stored: scales of a weight that came in FP8 and whose data are its bytes; None: it is quantised.
+    """
+    if stored is None:
+        scale, scale_inv = granularity.scales(granularity.amax(p.data.reshape(-1), p.shape))
+        payload = Fp8Payload(name, scale, scale_inv, p.dtype, p.device)
+        payload.data = payload.quantize(p.data)
+    else:
+        scale, scale_inv, granularity = stored.scale, stored.scale_inv, stored.granularity
+        payload = Fp8Payload(name, scale, scale_inv, torch.bfloat16, p.device)
+        payload.data = p.data.view(E4M3.torch_dtype)
+
+    @torch.no_grad()
+    def write(value: Tensor) -> None:
+        if stored is not None and torch.equal(value.to(payload.dtype), payload.dequantize()):
+            return  # a checkpoint has what a reader was given, whose scales would be others
+        new_scale, new_scale_inv = granularity.scales(granularity.amax(value.reshape(-1), value.shape))
+        scale.copy_(new_scale)
+        scale_inv.copy_(new_scale_inv)
+        assert payload.data is not None
+        payload.data.copy_(payload.quantize(value))
+
+    payload.write, payload.has_master = write, False
+    retype(p, payload)

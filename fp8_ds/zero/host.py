@@ -1,0 +1,97 @@
+"""What this package reads of DeepSpeed's ZeRO optimizers: `ZeroHost` of all stages, `Host12` of 1 and 2."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class ZeroHost(Protocol):
+    """Attributes that are read or set of the optimizer of any stage, and methods that are called or overridden."""
+
+    optimizer: Any
+    """The inner optimizer, over flat masters."""
+    dtype: torch.dtype
+    dp_process_group: dist.ProcessGroup
+    model_parallel_group: dist.ProcessGroup | None
+    model_parallel_rank: int
+    clip_grad: float
+    loss_scale: float
+    overflow: bool
+    timers: Any
+    offloaded_states: set[Any]
+    reduce_bucket_size: int
+    _global_grad_norm: Any
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+    def _model_parallel_all_reduce(self, tensor: Tensor, op: Any) -> None: ...
+    def _update_scale(self, overflow: bool) -> None: ...
+
+
+class Host12(ZeroHost, Protocol):
+    """DeepSpeedZeroOptimizer.
+
+    Lists have an entry for each parameter group. *Partition*: a rank's equal part of a group's flat tensor.
+    """
+
+    param_names: Mapping[Any, str]
+    gradient_accumulation_dtype: torch.dtype
+
+    bit16_groups: list[list[Any]]
+    """Parameters in the order in which they were given."""
+    round_robin_bit16_groups: list[list[Any]]
+    """Parameters in the order of the flat tensor."""
+    bit16_groups_flat: list[Tensor]
+    parallel_partitioned_bit16_groups: list[list[Tensor]]
+    single_partition_of_fp32_groups: list[Any]
+    """Masters of this rank's partition, float32."""
+    partition_size: list[int]
+    params_in_partition: list[list[Any]]
+    params_not_in_partition: list[list[Any]]
+
+    averaged_gradients: dict[int, Any]
+    """Reduced gradients of this rank's partition by group; of what is no tensor there, padding."""
+    all_grad_tensors: dict[int, Any]
+    offload_gradient_dict: Any
+    ipg_buckets: Mapping[Any, Any]
+    params_already_reduced: list[bool]
+    reduction_stream: Any
+    overlap_comm: bool
+    round_robin_gradients: bool
+    use_grad_accum_attribute: bool
+    gradient_predivide_factor: float
+
+    real_dp_process_group: list[dist.ProcessGroup]
+
+    check_grad_overflow: bool
+    micro_step_id: int
+    _hp_optimizer_states_linked: bool
+    _epilogue_ran_this_backward: bool
+
+    def step(self, closure: Any = None) -> None: ...
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None: ...
+    def offload_states(self, include: Any = None, device: Any = None, **kwargs: Any) -> None: ...
+    def reload_states(self, non_blocking: bool = False) -> None: ...
+    def setup_buckets(self) -> None: ...
+    def process_gradients(self, param: Any, i: int) -> None: ...
+    def reduce_ready_partitions_and_remove_grads(self, param: Any, i: int) -> None: ...
+    def reduce_ipg_grads(self, comm_dtype: Any = None) -> None: ...
+    def reduce_gradients(self, pipeline_parallel: bool = False) -> None: ...
+    def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None: ...
+    def independent_gradient_partition_epilogue(self) -> None: ...
+    def overlapping_partition_gradients_reduce_epilogue(self) -> None: ...
+    def allreduce_and_scatter(self, bucket: Any, communication_data_type: Any, **kwargs: Any) -> None: ...
+    def get_gradient_for_reduction(self, param: Any) -> Tensor: ...
+    def clear_grad_attribute(self, param: Any) -> None: ...
+    def _lazy_init_hp_params_optimizer_state(self) -> None: ...
+    def _link_all_hp_params(self) -> None: ...
+    def _get_groups_without_padding(self, groups: Any) -> Any: ...
+    def _restore_from_bit16_weights(self) -> None: ...
+    def _clear_previous_reduced_grads(self) -> None: ...
+    def _clear_param_grad_only(self) -> None: ...
+    def _release_ipg_buffers(self) -> None: ...

@@ -1,0 +1,393 @@
+"""Zero12: FP8 of one ZeRO-1/2 optimizer: its weights, masters, gradients and step, and who reads and writes weights.
+
+Weights are resident in one byte, and gathered in one byte. DeepSpeed builds its optimizer; then the bf16 flat buffers
+are taken away, and compact buffers remain (flat_weights.py). `bit16_groups_flat` becomes meta tensors of the same
+numel: DeepSpeed may still narrow them and copy into them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero import stage_1_and_2
+from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, OPTIMIZER_TIMERS
+from torch import Tensor
+
+from fp8_ds.comm.gather import gather_runs
+from fp8_ds.errors import UnsupportedError
+from fp8_ds.nn.linear.parameter import retype
+from fp8_ds.nn.linear.payload import Fp8Payload
+from fp8_ds.numerics.formats import E4M3
+from fp8_ds.zero.flat_weights import FlatWeights, GroupWeights, Place, freeze
+from fp8_ds.zero.gradients12 import BucketedGradients, GradientsOfOneRank, ReleasedGradients, has_one_rank
+from fp8_ds.zero.host import Host12
+from fp8_ds.zero.masters12 import Fp32Masters12, SplitMasters12
+from fp8_ds.zero.norm import overflow_flag
+from fp8_ds.zero.one_pass import OnePassAdam, Work, pieces_of_master
+from fp8_ds.zero.release import ReleaseUpdater
+from fp8_ds.zero.split_states import SplitStates
+from fp8_ds.zero.stage import Fp8Context, offload_weights, reload_weights, split_lp_params
+
+GATHER_TIMER, _, STEP_TIMER = OPTIMIZER_TIMERS
+Update = Callable[[], bool]
+"""Updates the masters from the reduced gradients, and then the host's numbers; returns whether weights may differ."""
+
+
+class OwnedGroups(list[Tensor]):
+    """`bit16_groups_flat` of an FP8 optimizer: the gather recognises it and calls its owner instead."""
+
+    owner: weakref.ref[Zero12]
+
+
+class Zero12:
+    """FP8 of the optimizer `host`. Collective, here and in all methods that gather.
+
+    Attributes:
+        adam: our step of fp32 states; None: it is DeepSpeed's.
+        release: updates weights during the backward; None without gradient release.
+        in_step: whether DeepSpeed's own step runs.
+        is_exporting: whether readers get bf16 of the masters.
+    """
+
+    def __init__(self, host: Host12, context: Fp8Context) -> None:
+        self.host = host
+        self.context = context
+        self.weights = FlatWeights(host, context.counter)
+        self.in_step = self.is_exporting = False
+        names = {id(p): name for name, p in context.trainable.items()}
+        self._names = {id(p): name for p, name in host.param_names.items()}
+        params = [p for group in host.round_robin_bit16_groups for p in group if id(p) in names]
+        has_states = context.config.optimizer.states == "fp8"
+        self.masters: Fp32Masters12 | SplitMasters12 = (SplitMasters12 if has_states else Fp32Masters12)(
+            host, context, self.weights, params
+        )
+        owned = OwnedGroups(host.bit16_groups_flat)
+        owned.owner = weakref.ref(self)
+        host.bit16_groups_flat = owned
+        first = 0
+        for i in range(len(host.bit16_groups)):
+            first += self._take_group(i, names, first)
+        for name, p in context.frozen.items():
+            freeze(name, p, context.granularity, context.stored.get(id(p)))
+        self.masters.start()
+        self.refresh(is_step=False)
+        self.masters.manage()
+        self.adam = OnePassAdam(host) if not has_states and context.config.has_fix("adam_step") else None
+        self.release: ReleaseUpdater | None = None
+        self.gradients = self._make_gradients(context)
+
+    def _make_gradients(self, context: Fp8Context) -> BucketedGradients:
+        host, states = self.host, self.masters.states
+        if states is not None and context.config.optimizer.releases(host.clip_grad):
+            indices = {name: index for index, name in enumerate(states.names)}
+            num_parameters = sum(map(len, host.bit16_groups))
+            self.release = context.release = ReleaseUpdater(
+                states.core, num_parameters, indices, host.dp_process_group, host.clip_grad
+            )
+            states.alike = self.release.alike
+            released = ReleasedGradients(host, self.release, self._names)
+            released.refuse_readers()
+            return released
+        takes_them = states is not None or (self.adam is not None and self.adam.knows_it)
+        return GradientsOfOneRank(host) if takes_them and has_one_rank(host) else BucketedGradients(host)
+
+    def _take_group(self, i: int, names: dict[int, str], first: int) -> int:
+        """Move group `i` out of the flat buffer and drop it; return its number of FP8 weights.
+
+        The order keeps the peak low: bf16 parameters move, the flat buffer goes, and only then come FP8 bytes. With
+        split masters it stays until these are encoded.
+
+        Args:
+            names: those of trainable FP8 weights, by id.
+            first: number of FP8 weights in the groups before.
+        """
+        host = self.host
+        flat: Tensor = host.bit16_groups_flat[i]
+        params, dtype, device = host.round_robin_bit16_groups[i], flat.dtype, flat.device
+        is_fp8 = [id(p) in names for p in params]
+        hp = self.weights.make_buffer(i, [not here for here in is_fp8], dtype, device)
+        for index, p in enumerate(hp.params):
+            hp.view(index).copy_(p.data)
+            p.data = hp.view(index)
+        for p in host.bit16_groups[i]:
+            if getattr(p, "_hp_mapping", None) is not None:
+                p._hp_mapping.lp_fragment = None
+        weights = [p for p, here in zip(params, is_fp8, strict=True) if here]
+        for slot, p in enumerate(weights, first):
+            scale, scale_inv = self.masters.scales.scale[slot], self.masters.scales.scale_inv[slot]
+            retype(p, Fp8Payload(names[id(p)], scale, scale_inv, dtype, device))
+        host.bit16_groups_flat[i] = torch.empty(flat.numel(), dtype=dtype, device="meta")
+        host.parallel_partitioned_bit16_groups[i] = list(host.bit16_groups_flat[i].split(int(host.partition_size[i])))
+        bf16 = flat if self.masters.needs_bf16 else None
+        del flat
+        group = GroupWeights(self.weights.make_buffer(i, is_fp8, E4M3.torch_dtype, device), hp)
+        self.masters.encode(i, bf16, group)
+        for index, p in enumerate(weights):
+            p._fp8.data = group.fp8.view(index)
+            p._fp8.write = partial(_write, weakref.ref(self), Place(i, index, first + index))
+        self.weights.groups.append(group)
+        return len(weights)
+
+    @torch.no_grad()
+    def refresh(self, is_step: bool) -> None:
+        """Update the weights on all ranks from the masters: quantise, copy bf16, gather both.
+
+        Nothing is done while masters that are split are dense: that ends with a refresh.
+        """
+        if not self.masters.write_weights(is_step):
+            return
+        self.weights.gather(self.masters.fill_bf16)
+        if is_step:
+            self.context.counter.end_step()
+        self.masters.end_refresh(is_step)
+
+    def set_bf16(self, names: Collection[str]) -> None:
+        """Keep bf16 of the masters of the weights `names`, and of no others, beside their bytes.
+
+        Values that a user has written since the last step hold.
+        """
+        self.weights.set_bf16(names, self.masters.fill_bf16_as_written)
+
+    def step(self, original: Callable[[Any], None], closure: Any) -> None:
+        """Update all masters straight from the reduced gradients; then gather FP8 and bf16.
+
+        `host.overflow`: a gradient was infinite or NaN, nothing has changed. With FP8 states it is true at once with
+        `bf16.check_grad_overflow`, DeepSpeed's default; without it, the host does not wait for the device and learns of
+        it one step late. With gradient release: some bucket was skipped.
+
+        Args:
+            original: DeepSpeed's step, which runs where our own has no such optimizer.
+
+        Raises:
+            UnsupportedError: the gather is DeepSpeed's own again. Nothing has changed.
+        """
+        if self.masters.states is None:
+            expect_patched_gather()
+        host, update = self.host, self._update()
+        if update is None:
+            self._step_of_deepspeed(original, closure)
+            return
+        host.micro_step_id = INITIAL_MICRO_STEP_ID
+        host.timers(STEP_TIMER).start()
+        is_new = update()
+        host.timers(STEP_TIMER).stop()
+        host.timers(GATHER_TIMER).start()
+        if is_new:
+            self.refresh(is_step=True)
+        host.timers(GATHER_TIMER).stop()
+        host.timers.log(OPTIMIZER_TIMERS)
+
+    def _update(self) -> Update | None:
+        states = self.masters.states
+        if states is not None:
+            return partial(self._update_released if self.release is not None else self._update_split, states)
+        if self.adam is None or self.adam.is_left_to_deepspeed(self.host.single_partition_of_fp32_groups):
+            return None
+        return partial(self._update_dense, self.adam)
+
+    def _step_of_deepspeed(self, original: Callable[[Any], None], closure: Any) -> None:
+        """Run DeepSpeed's step with our gather. A skipped step leaves weights, scales and histories untouched."""
+        self.in_step = True
+        try:
+            original(closure)
+        finally:
+            self.in_step = False
+        self._forget_skipped()
+
+    def _forget_skipped(self) -> None:
+        if self.host.overflow and self.context.history is not None:
+            self.context.history.amax_local.zero_()
+
+    def _update_dense(self, adam: OnePassAdam) -> bool:
+        host, masters = self.host, self.host.single_partition_of_fp32_groups
+        self._drop_gradients_of_others()
+        gradients = [(host.averaged_gradients[i], host.params_in_partition[i]) for i in range(len(masters))]
+        pieces = [list(pieces_of_master(*pair)) for pair in gradients]
+        adam.run(list(map(Work, masters, host.optimizer.param_groups, pieces)), waits=host.check_grad_overflow)
+        host._lazy_init_hp_params_optimizer_state()
+        self._drop_gradients()
+        self._forget_skipped()
+        return not host.overflow
+
+    def _update_split(self, states: SplitStates) -> bool:
+        self.weights.point_params(keep_values=True)  # what a user assigns is the master, as what he writes in place
+        self._drop_gradients_of_others()
+        norm = states.update(*self._shard_gradients(states))
+        states.end_step(norm, waits=self.host.check_grad_overflow)
+        self._drop_gradients()
+        return not states.is_skipped()
+
+    def _update_released(self, states: SplitStates) -> bool:
+        """End a step whose updates are done."""
+        assert self.release is not None
+        norm = self.release.finish(self.context.history)
+        states.flag.send(overflow_flag(norm))
+        states.end_step(norm, waits=self.host.check_grad_overflow)
+        return True
+
+    def _shard_gradients(self, states: SplitStates) -> tuple[list[Tensor], list[Any]]:
+        """Return this rank's reduced gradients, 1-D, one per shard, and their parameters."""
+        host, by_name = self.host, {}
+        for i, params in enumerate(host.params_in_partition):
+            pieces = [g for g in host.averaged_gradients[i] if not getattr(g, "_zero_padding", False)]
+            for p, grad in zip(params, pieces, strict=False):  # DeepSpeed may put a piece of padding last
+                by_name[self._names[id(p)]] = (grad.reshape(-1), p)
+        found = [by_name[shard.name] for shard in states.core.shards]
+        for (grad, _), shard in zip(found, states.core.shards, strict=True):
+            assert grad.numel() == shard.numel, (shard.name, grad.numel(), shard.numel)
+        return [grad for grad, _ in found], [p for _, p in found]
+
+    def _drop_gradients_of_others(self) -> None:
+        """Free gradients of parameters of which this rank updates nothing."""
+        for p in chain.from_iterable(self.host.params_not_in_partition):
+            p.grad = p.grad_accum = None
+
+    def _drop_gradients(self) -> None:
+        for i, params in enumerate(self.host.params_in_partition):
+            for p in params:
+                p.grad = p.grad_accum = None
+            self.host.averaged_gradients[i] = self.host.all_grad_tensors[i] = None
+
+    @contextmanager
+    def dense(self) -> Iterator[dict[str, Tensor]]:
+        """Make masters dense float32 inside the block; moments put into `optimizer.state` stay there.
+
+        On leaving, what is kept in FP8 is quantised, and the weights are gathered.
+
+        Yields:
+            a dict that may be filled with scale_inv by weight name, to store split masters with.
+        """
+        if self.masters.is_dense:
+            yield {}
+            return
+        try:
+            with self.masters.dense() as scales:
+                yield scales
+        finally:
+            self.refresh(is_step=False)
+
+    def load_state_dict(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Load as DeepSpeed does, then quantise; a universal load ends with our gather. Raises as `step` does."""
+        if kwargs.get("checkpoint_folder") is not None:
+            expect_patched_gather()
+        with self.dense():
+            original(*args, **kwargs)
+            self.refresh(is_step=False)
+        if self.adam is not None:
+            self.adam.forget_counts()
+
+    def restore_masters(self) -> None:
+        """Set masters from the model's weights, where these are the newer (a module-only load)."""
+        with self.dense():
+            self.masters.take_weights()
+            self.refresh(is_step=False)
+
+    def link(self, original: Callable[[], None]) -> None:
+        """Link fp32 fragments as DeepSpeed does, without a bf16 copy of each weight behind `lp_fragment`."""
+        weights = self.context.trainable.values()
+        for p in weights:
+            p._fp8.export = p._fp8.placeholder.expand(p.numel())  # type: ignore[attr-defined]
+        try:
+            original()
+        finally:
+            for p in weights:
+                p._fp8.export = None  # type: ignore[attr-defined]
+        for p in (p for group in self.host.bit16_groups for p in group):
+            if getattr(p, "_hp_mapping", None) is not None:
+                p._hp_mapping.lp_fragment = None
+        self.masters.point()
+        self.masters.link()
+
+    def offload(self, original: Callable[..., None], include: Any, device: Any, **kwargs: Any) -> None:
+        include = self.masters.offload(include, device)
+        include, with_weights, device = split_lp_params(self.host, include, device)
+        original(include=include, device=device, **kwargs)
+        if with_weights:
+            offload_weights(self.host, self.weights.move, device)
+        self.masters.point()  # views of what has left would keep its memory
+
+    def reload(self, original: Callable[..., None], non_blocking: bool) -> None:
+        self.masters.reload()
+        reload_weights(self.host, self.weights.move)  # first: DeepSpeed would move its flat buffer, which is meta here
+        original(non_blocking=non_blocking)
+        self.masters.point()
+
+    @contextmanager
+    def export(self, wanted: bool, on_device: bool = False, with_frozen: bool | None = None) -> Iterator[None]:
+        """Give readers of FP8 weights bf16 of the masters inside the block, bitwise. Collective on entry.
+
+        Args:
+            wanted: whether this rank reads them; elsewhere readers get meta tensors, or one NaN expanded on the CPU for
+                a weight that a user has frozen: DeepSpeed's saves copy it there on every rank.
+            on_device: whether readers get them on the weights' device, at 2 bytes a weight, and not on the CPU.
+            with_frozen: whether frozen weights are wanted, in bf16 on the CPU: a state dict would hold bf16 of all of
+                them on the device. None: they are read as ever.
+        """
+        payloads: list[Fp8Payload] = []
+        self.is_exporting = True
+        try:
+            for place, p in zip(self.weights.places, self.weights.params, strict=True):
+                full = self._gather_master(place)
+                if wanted:
+                    p._fp8.export = full if on_device else full.cpu()
+                elif p.requires_grad:
+                    p._fp8.export = torch.empty_like(full, device="meta")
+                else:
+                    p._fp8.export = p._fp8.placeholder.cpu().expand(full.shape)
+                payloads.append(p._fp8)
+            frozen: Any = self.context.frozen.values() if with_frozen is not None else ()
+            for payload in (p._fp8 for p in frozen):
+                nothing = payload.placeholder.cpu().expand(payload.data.shape)
+                payload.export = payload.dequantize().cpu() if wanted and with_frozen else nothing
+                payloads.append(payload)
+            yield
+        finally:
+            self.is_exporting = False
+            for payload in payloads:
+                payload.export = None
+
+    def _gather_master(self, place: Place) -> Tensor:
+        """Return bf16 of the master of an FP8 weight, full shape, on every rank."""
+        kind = self.weights.groups[place.group].fp8
+        numel, dtype = kind.layout.in_buffer[place.number].numel, kind.params[place.number].dtype
+        full = torch.zeros(numel, dtype=dtype, device=kind.buffer.device)
+        self.masters.read(place, full)
+        gather_runs(kind.group, full, kind.layout.runs_of(place.number))
+        return full.view(kind.shapes[place.number])
+
+
+@torch.no_grad()
+def _write(zero: weakref.ref[Zero12], place: Place, value: Tensor) -> None:
+    """Write `value` to a weight's bytes, and on a load to its master; called as `payload.write`."""
+    owner = zero()
+    assert owner is not None
+    owner.masters.write(place, value.contiguous().view(-1))
+
+
+def expect_patched_gather() -> None:
+    """Raise if DeepSpeed's gather is its own again: it would gather meta tensors, some backends in silence."""
+    if not hasattr(stage_1_and_2.all_gather_dp_groups, "fp8_ds_original"):
+        raise UnsupportedError(
+            "fp8_ds.uninstall(): expected no engine in FP8 of ZeRO 1 or 2 in use after it, got a step of one, or a "
+            "load. No weight was changed. Call it after engine.destroy() of the last of them."
+        )
+
+
+def patched_all_gather(original: Any) -> Any:
+    """Wrap `all_gather_dp_groups`: an FP8 optimizer's groups go to their owner, all others to DeepSpeed's own."""
+
+    def all_gather_dp_groups(groups_flat: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(groups_flat, OwnedGroups):
+            owner = groups_flat.owner()
+            assert owner is not None
+            return owner.refresh(is_step=owner.in_step)
+        return original(groups_flat, *args, **kwargs)
+
+    all_gather_dp_groups.fp8_ds_original = original  # type: ignore[attr-defined]
+    return all_gather_dp_groups
