@@ -29,6 +29,9 @@ class BucketedGradients:
     def __init__(self, host: Host12) -> None:
         self._host = host
 
+    def link(self) -> None:
+        """Do nothing: DeepSpeed has linked readers of gradients to what is reduced."""
+
     def setup_buckets(self, original: Original) -> None:
         original()
 
@@ -105,8 +108,9 @@ class ReleasedGradients(BucketedGradients):
         self._updater = updater
         self._names = names
         self._ready: dict[str, Tensor] = {}
+        self.link()
 
-    def refuse_readers(self) -> None:
+    def link(self) -> None:
         """Make readers of gradients raise on all ranks; DeepSpeed's own raise on the owners, while the others wait."""
         for p in (p for group in self._host.bit16_groups for p in group):
             p.get_full_hp_grad = p.set_full_hp_grad = functools.partial(_no_gradient, self._names[id(p)])

@@ -91,9 +91,7 @@ class Zero12:
                 states.core, num_parameters, indices, host.dp_process_group, host.clip_grad
             )
             states.alike = self.release.alike
-            released = ReleasedGradients(host, self.release, self._names)
-            released.refuse_readers()
-            return released
+            return ReleasedGradients(host, self.release, self._names)
         takes_them = states is not None or (self.adam is not None and self.adam.knows_it)
         return GradientsOfOneRank(host) if takes_them and has_one_rank(host) else BucketedGradients(host)
 
@@ -303,6 +301,7 @@ class Zero12:
                 p._hp_mapping.lp_fragment = None
         self.masters.point()
         self.masters.link()
+        self.gradients.link()
 
     def offload(self, original: Callable[..., None], include: Any, device: Any, **kwargs: Any) -> None:
         include = self.masters.offload(include, device)
