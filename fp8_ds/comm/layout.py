@@ -1,4 +1,4 @@
-"""Where each tensor of one kind lies in a gather buffer (`CompactLayout`), and which elements a rank owns.
+"""Places of tensors in a gather buffer (`CompactLayout`), and the elements that a rank owns (`ShardRange`).
 
 ZeRO-1/2 splits one flat group, FP8 weights and bf16 parameters mixed, into equal partitions. Each kind gets a buffer of
 its own in the order of the flat group. Partitions are unchanged: a rank's share of a kind is the part of that kind

@@ -21,10 +21,9 @@ from fp8_ds.engine.ranks import say
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.optim.zero_adamw import ZeroAdamW
 from fp8_ds.zero.building import BuildingHost, building
-from fp8_ds.zero.reduce3 import Fp8ReduceStage3
 from fp8_ds.zero.release3 import Fp8ReleaseStage3
 from fp8_ds.zero.stage import Fp8Context
-from fp8_ds.zero.stage3 import Fp8ZeroStage3
+from fp8_ds.zero.stage3 import Fp8ReduceStage3, Fp8ZeroStage3
 from fp8_ds.zero.stage12 import Fp8ZeroStage12
 from fp8_ds.zero.states3 import Fp8StatesStage3
 

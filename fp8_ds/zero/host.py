@@ -1,4 +1,4 @@
-"""What this package reads of DeepSpeed's ZeRO optimizers: `ZeroHost` of all stages, `Host12` of 1 and 2."""
+"""Protocols of DeepSpeed's ZeRO optimizers, as far as they are read: `ZeroHost` of all stages, `Host12` of 1 and 2."""
 
 from __future__ import annotations
 

@@ -31,11 +31,9 @@ from fp8_ds.zero.stage import Fp8Context
 from fp8_ds.zero.weights import Part, SplitQuantizer, WeightQuantizer, virtual_flat
 
 
-class Fp32Masters12:
-    """Masters of which the bytes are quantised in each step.
-
-    Args:
-        params: the FP8 weights, in the order of the scale vectors; their buffers are not made yet.
+class _Masters12:
+    """Common part of both kinds. Their `params` are the FP8 weights, in the order of the scale vectors, before their
+    buffers are made.
 
     Attributes:
         needs_bf16: whether `encode` reads the bf16 weights; else these are freed before FP8 bytes are made.
@@ -44,17 +42,38 @@ class Fp32Masters12:
         states: FP8 states, or None.
     """
 
+    def __init__(self, host: Host12, context: Fp8Context, weights: FlatWeights) -> None:
+        self._host = host
+        self._context = context
+        self._weights = weights
+        self._flat = FlatMasters(host, weights)
+        self._is_loading = False
+
+    def fill_bf16(self, i: int, bf16: CompactBuffer) -> None:
+        """Fill this rank's elements of the weights of group `i` that compute in bf16."""
+        raise NotImplementedError
+
+    def fill_bf16_as_written(self, i: int, bf16: CompactBuffer) -> None:
+        """Fill as `fill_bf16` does, but with what users have written since the last step."""
+        self.fill_bf16(i, bf16)
+        self._flat.fill_written(bf16)
+
+    def take_weights(self) -> None:
+        """Set dense masters from the model's weights, where these are the newer."""
+        self._weights.point_params(keep_values=True)
+        self._flat.take_weights()
+
+
+class Fp32Masters12(_Masters12):
+    """Masters of which the bytes are quantised in each step."""
+
     needs_bf16 = False
     is_dense = True
     flag: OverflowFlag | None = None
     states: SplitStates | None = None
 
     def __init__(self, host: Host12, context: Fp8Context, weights: FlatWeights, params: Sequence[Any]) -> None:
-        self._host = host
-        self._context = context
-        self._weights = weights
-        self._flat = FlatMasters(host, weights)
-        self._is_loading = False
+        super().__init__(host, context, weights)
         self.scales = WeightQuantizer(
             host.dp_process_group,
             [p.shape for p in params],
@@ -107,13 +126,7 @@ class Fp32Masters12:
         self._flat.forget_written()
 
     def fill_bf16(self, i: int, bf16: CompactBuffer) -> None:
-        """Fill this rank's elements of the weights of group `i` that compute in bf16."""
         bf16.copy_own(self._flat.partition(i))
-
-    def fill_bf16_as_written(self, i: int, bf16: CompactBuffer) -> None:
-        """As `fill_bf16`, but with what users have written since the last step."""
-        self.fill_bf16(i, bf16)
-        self._flat.fill_written(bf16)
 
     def read(self, place: Place, full: Tensor) -> None:
         """Fill this rank's elements of `full`, 1-D, with the master of an FP8 weight."""
@@ -144,11 +157,6 @@ class Fp32Masters12:
         """Do nothing: masters are dense."""
         yield {}
 
-    def take_weights(self) -> None:
-        """Set dense masters from the model's weights, where these are the newer."""
-        self._weights.point_params(keep_values=True)
-        self._flat.take_weights()
-
     def saved(self, groups: Any) -> Any:
         """Return the flat masters as a checkpoint has them: `groups`, DeepSpeed's."""
         return groups
@@ -170,17 +178,13 @@ def write_bytes(scales: WeightQuantizer | SplitQuantizer, payload: Fp8Payload, s
         payload.hp.view(-1).copy_(flat)
 
 
-class SplitMasters12:
+class SplitMasters12(_Masters12):
     """Masters in FP8 states. Arguments, attributes and methods: see `Fp32Masters12`."""
 
     needs_bf16 = True
 
     def __init__(self, host: Host12, context: Fp8Context, weights: FlatWeights, params: Sequence[Any]) -> None:
-        self._host = host
-        self._context = context
-        self._weights = weights
-        self._flat = FlatMasters(host, weights)
-        self._is_loading = False
+        super().__init__(host, context, weights)
         self._names = {id(p): name for p, name in host.param_names.items()}
         names, values = [self._names[id(p)] for p in params], [p.data for p in params]
         device, first = host.bit16_groups_flat[0].device, context.first_scales(params)
@@ -263,10 +267,6 @@ class SplitMasters12:
             if f is not None:
                 read_dense(shard, None, f.in_buffer.narrow(bf16.buffer), self.scales.scale_inv)
 
-    def fill_bf16_as_written(self, i: int, bf16: CompactBuffer) -> None:
-        self.fill_bf16(i, bf16)
-        self._flat.fill_written(bf16)
-
     def read(self, place: Place, full: Tensor) -> None:
         if self.is_dense:
             self._flat.read(place, full)
@@ -274,7 +274,7 @@ class SplitMasters12:
             read_dense(shard, None, full.narrow(0, shard.start, shard.numel), self.scales.scale_inv)
 
     def write(self, place: Place, flat: Tensor) -> None:
-        """As of float32 masters; outside a load elements that equal what was read keep their masters."""
+        """Write as float32 masters do; outside a load elements that equal what was read keep their masters."""
         payload, scale_inv = self._weights.payload(place), self.scales.scale_inv
         if not (self.is_dense or self._is_loading):
             assert payload.data is not None
@@ -303,7 +303,7 @@ class SplitMasters12:
 
     @contextmanager
     def load(self) -> Iterator[None]:
-        """As of float32 masters. bf16 parameters are the high parts of their masters, whoever writes them."""
+        """Load as float32 masters do. bf16 parameters are the high parts of their masters, whoever writes them."""
         self._is_loading = True
         try:
             yield
@@ -324,10 +324,6 @@ class SplitMasters12:
                 yield saved
         finally:
             self.link()
-
-    def take_weights(self) -> None:
-        self._weights.point_params(keep_values=True)
-        self._flat.take_weights()
 
     def saved(self, groups: Any) -> Any:
         return self.states.dense_masters()

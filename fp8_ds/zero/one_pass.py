@@ -66,7 +66,7 @@ class OnePassAdam:
         return type(self.zero.optimizer) in _ADAMS
 
     def is_left_to_deepspeed(self, masters: Sequence[Tensor]) -> bool:
-        """As `why_not`; rank 0 says a reason once."""
+        """Return whether DeepSpeed's own step has to run; rank 0 says the reason once."""
         reason = self.why_not(masters)
         if reason is not None and dist.get_rank() == 0:
             _say_once(f"fp8: the optimizer's step is DeepSpeed's own: {reason}")

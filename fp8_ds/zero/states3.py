@@ -229,7 +229,7 @@ class Fp8StatesStage3(Fp8ZeroStage3):
 
     @contextmanager
     def fp8_dense(self: Any) -> Iterator[dict[str, Tensor]]:
-        """As `SplitStates.dense`. Collective."""
+        """Make masters dense float32 on the CPU inside the block (see `SplitStates.dense`). Collective."""
         if self._fp8_split.is_dense:
             yield {}
             return
