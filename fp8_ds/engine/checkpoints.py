@@ -83,9 +83,9 @@ class Fp8Checkpoints:
         if self._fp8_step_callbacks is not None:
             client_state[CHECKPOINT_KEY][CALLBACKS_KEY] = self._fp8_step_callbacks.state_dict()
             self._fp8_step_callbacks.leave_out_evaluations(client_state[CHECKPOINT_KEY]["history"])
-        if self.fp8 is not None and self.optimizer.fp8_flag is not None:
-            client_state[CHECKPOINT_KEY][LATE_KEY] = self.optimizer.fp8_flag.late()
-            client_state[CHECKPOINT_KEY][BOUND_SUMS_KEY] = self.optimizer.fp8_bound_sums()
+        if self.fp8 is not None and (states := self.optimizer.fp8.masters.states) is not None:
+            client_state[CHECKPOINT_KEY][LATE_KEY] = states.flag.late()
+            client_state[CHECKPOINT_KEY][BOUND_SUMS_KEY] = states.bound_sums()
         save = super().save_checkpoint  # type: ignore[misc]
 
         def write(tag: str) -> Any:
@@ -95,7 +95,7 @@ class Fp8Checkpoints:
 
         writes = self.save_non_zero_checkpoint or isinstance(self, PipelineEngine)
         with_frozen = not exclude_frozen_parameters
-        with self.optimizer.fp8_export(writes, with_frozen=with_frozen) if self.fp8 is not None else nullcontext():
+        with self.optimizer.fp8.export(writes, with_frozen=with_frozen) if self.fp8 is not None else nullcontext():
             saved = save_whole(self, save_dir, tag, save_latest, write)
         self._fp8_note_save()
         return saved
@@ -129,7 +129,7 @@ class Fp8Checkpoints:
             return super().save_16bit_model(save_dir, save_filename, *args, **kwargs)  # type: ignore[misc]
         refuse_one_ranks_part(self.module, self.autotp_size(), "save_16bit_model")
         self._fp8_note_save()
-        with self.optimizer.fp8_export(ds_comm.get_rank() == 0), as_file_errors(Path(save_dir, save_filename)):
+        with self.optimizer.fp8.export(ds_comm.get_rank() == 0), as_file_errors(Path(save_dir, save_filename)):
             return super().save_16bit_model(save_dir, save_filename, *args, **kwargs)  # type: ignore[misc]
 
     def save_fp8_pretrained(self: Any, folder: str | Path, form: str | None = None) -> None:
@@ -170,7 +170,7 @@ class Fp8Checkpoints:
         """Gather AutoTP's shards as DeepSpeed does, as bf16 of the masters."""
         if self.fp8 is None:
             return super()._replace_module_consolidated_state_dict()  # type: ignore[misc]
-        with self.optimizer.fp8_export(True, on_device=True), as_plain_weights(self.module.parameters()):
+        with self.optimizer.fp8.export(True, on_device=True), as_plain_weights(self.module.parameters()):
             return super()._replace_module_consolidated_state_dict()  # type: ignore[misc]
 
     def load_checkpoint(
@@ -204,7 +204,7 @@ class Fp8Checkpoints:
         with checked(asked) as found:
             if found is None or (context := self.fp8 or self._fp8_unused) is None:
                 return load(load_dir, found, *options)
-            with self.optimizer.fp8_dense() if self.fp8 is not None else nullcontext({}) as scales:
+            with self.optimizer.fp8.dense() if self.fp8 is not None else nullcontext({}) as scales:
                 path, client_state = load(load_dir, found, *options)
                 state = None if client_state is None else client_state.pop(CHECKPOINT_KEY, None)
                 if not load_module_only:
@@ -223,10 +223,11 @@ class Fp8Checkpoints:
         start_count_anew(self.fp8)
         if self.fp8.release is not None:
             self.fp8.release.restart()
-        if not load_module_only and self.optimizer.fp8_flag is not None:
-            self.optimizer.fp8_flag.load(bool(state.get(LATE_KEY)))
+        states = self.optimizer.fp8.masters.states
+        if not load_module_only and states is not None:
+            states.flag.load(bool(state.get(LATE_KEY)))
             if load_optimizer_states:
-                self.optimizer.fp8_load_bound_sums(state.get(BOUND_SUMS_KEY, {}))
+                states.load_bound_sums(state.get(BOUND_SUMS_KEY, {}))
         self._fp8_step_callbacks.resume(None if load_module_only else state.get(CALLBACKS_KEY))
 
     def load_module_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -234,7 +235,7 @@ class Fp8Checkpoints:
         optimizer = getattr(self, "optimizer", None)
         if not isinstance(optimizer, Fp8ZeroStage12 | Fp8ZeroStage3):
             return super().load_module_state_dict(*args, **kwargs)  # type: ignore[misc]
-        with optimizer.fp8_load():
+        with optimizer.fp8.load():
             return super().load_module_state_dict(*args, **kwargs)  # type: ignore[misc]
 
 
@@ -252,7 +253,7 @@ class BeforeStateDict:
         optimizer = getattr(engine, "optimizer", None)
         if self._has_said or not isinstance(optimizer, Fp8ZeroStage12) or engine.module is not module:
             return
-        if engine.fp8.weights and not optimizer.fp8_is_exporting:
+        if engine.fp8.weights and not optimizer.fp8.is_exporting:
             self._has_said = True
             say(
                 "fp8: module.state_dict() gives de-quantised FP8 weights; engine.save_checkpoint and "

@@ -9,9 +9,9 @@ These repairs stay where they are, without a switch:
   weights under zero.Init (`conversion._cast_trainable`), readers of several engines' weights (zero/param_hooks.py).
 - They are a promise of docs/reliability.md: whole checkpoints (saving.py, checking.py), ranks that start alike
   (rank_agreement.py), refusals (compat/).
-- They mend our own code only: handles that are waited for together (zero/sharded.py), a last report after
+- They mend our own code only: handles that are waited for together (zero/gather3.py), a last report after
   `destroy_process_group` (monitor/sinks.py). With one rank our own step reads gradients without a bucket
-  (zero/gradients12.py); of fp32 states `adam_step` leaves both out.
+  (zero/gradients.py); of fp32 states `adam_step` leaves both out.
 - They are others of torch.compile (compiling.py) or of Liger's loss (liger_loss.py).
 """
 
@@ -37,7 +37,6 @@ from fp8_ds.comm.reduce_scatter import reduce_scatter_shares
 from fp8_ds.config import DeepSpeedFix, Fp8Config
 from fp8_ds.engine import attention_masks, compiling, leaf_modules
 from fp8_ds.tp.group import device_of
-from fp8_ds.zero.one_pass import OnePassStage3
 
 FETCHES_AHEAD = 4
 """Fetches of leaves that the host may run ahead; in FP8 these are the bytes of two leaves in bf16."""
@@ -62,10 +61,10 @@ def mixins(host: type, config: Fp8Config, gradient_clipping: float) -> list[type
         found += [("universal_step", OwnUniversalSteps), ("reduce_scatter", FewerLaunches)]
         found += [("gradient_bucket", WaitingGradients)]
         found += [("stale_gradients", FreshGradients)] if keeps_gradients else []
-        found += [("epilogue_sync", EpilogueOnDevice)] if has_fp8_states else [("adam_step", OnePassStage3)]
+        found += [("epilogue_sync", EpilogueOnDevice)] if has_fp8_states else []
     else:
         found += [("graph_gradients", GradientsOutOfGraphs)]
-        found += [] if has_fp8_states else [("overflow_check", OverflowFromNorms)]  # "adam_step": Zero12
+        found += [] if has_fp8_states else [("overflow_check", OverflowFromNorms)]
     return [mixin for name, mixin in found if config.has_fix(name)]
 
 
@@ -213,7 +212,7 @@ def fetch_further_ahead(zero: Any) -> None:
     runtime/zero/partitioned_param_coordinator.py: `# TODO. make this configurable via JSON`,
     `self.__max_ongoing_fetch_events: int = 2`. It counts parameters there, and whole leaves here (zero/sharded.py).
     """
-    if zero._fp8_shards.in_flight.has_leaves:
+    if zero.fp8.shards.in_flight.has_leaves:
         coordinator = zero.parameter_offload.get_param_coordinator()
         coordinator._PartitionedParameterCoordinator__max_ongoing_fetch_events = FETCHES_AHEAD
 
@@ -300,7 +299,7 @@ class FewerLaunches:
     # The name under which DeepSpeed's private `__avg_scatter_grads` is looked up.
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(self: Any, params: list[Any], *args: Any) -> list[Tensor]:
         own = ds_stage3.reduce_scatter_coalesced
-        is_first = self._fp8_keeps_gradients and self.micro_step_id == 0
+        is_first = self.fp8.step.release is None and self.micro_step_id == 0
         places = [gradient_buffer(self, p) for p in params] if is_first else ()
         # A larger gradient is in no bucket, but autograd's own.
         owned = self.contiguous_gradients and sum(p.grad.numel() for p in params) <= self.reduce_bucket_size
@@ -391,7 +390,7 @@ class OverflowFromNorms:
 
     def check_overflow(self: Any, partition_gradients: bool = True) -> None:
         """Set `overflow` in a step: whether the norm of a group is infinite or NaN."""
-        if not (self.fp8.in_step and _norm_has_all(self)):
+        if not (self.fp8.step.in_deepspeed and _norm_has_all(self)):
             super().check_overflow(partition_gradients)  # type: ignore[misc]
             return
         for i in range(len(self.bit16_groups)):

@@ -27,7 +27,6 @@ from fp8_ds.nn.linear.fp8_linear import Fp8Linear, full_shape
 from fp8_ds.nn.linear.parameter import keep_values_in_hooks
 from fp8_ds.nn.moe.experts import WEIGHTS, Fp8Experts
 from fp8_ds.zero.param_hooks import share_readers
-from fp8_ds.zero.stage12 import Fp8ZeroStage12
 
 
 class Fp8Engine(Fp8Checkpoints):
@@ -197,12 +196,8 @@ class Fp8Engine(Fp8Checkpoints):
             return {"enabled": False}
         context, optimizer = self.fp8, self.optimizer
         last = context.counter.last or context.counter
-        resident = optimizer.fp8_resident_bytes()
+        resident = optimizer.fp8.resident_bytes()
         num_weights = resident.pop("num_fp8_weights")
-        if isinstance(optimizer, Fp8ZeroStage12):  # of frozen weights, which are in no partition
-            num_frozen = sum(p.numel() for p in context.frozen.values())
-            resident["fp8"] += num_frozen
-            num_weights += num_frozen
         return {
             "enabled": True,
             "gathered_bytes": last.total,

@@ -15,7 +15,7 @@ from torch.nn import Module
 
 from fp8_ds.engine.liger_loss import with_liger_loss
 from fp8_ds.nn.plan.ends import layer_lists
-from fp8_ds.zero.sharded import InFlight
+from fp8_ds.zero.gather3 import InFlight
 
 BOUND = "stage3_max_live_parameters"
 LIVE_NAMES = (BOUND, "max_live_parameters")
@@ -110,7 +110,7 @@ def make_leaves(engine: Any) -> Leaves | None:
             handle.remove()
             handles.remove(handle)
     _forget_trace(offload.get_param_coordinator())
-    zero._fp8_shards.in_flight = InFlight(model)
+    zero.fp8.shards.in_flight = InFlight(model)
     return made
 
 

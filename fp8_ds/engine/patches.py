@@ -98,7 +98,7 @@ def _exporting(original: Callable[..., Any]) -> Callable[..., Any]:
         knows_autotp = self.deepspeed_config.get("tensor_parallel", {}).get("autotp_size", 0) > 1
         refuse_one_ranks_part(model.module, 1 if knows_autotp else model.autotp_size(), "Accelerator.get_state_dict")
         model._fp8_note_save()
-        with optimizer.fp8_export(True):
+        with optimizer.fp8.export(True):
             return original(self, model, *args, **kwargs)
 
     get_state_dict.fp8_ds_original = original  # type: ignore[attr-defined]

@@ -26,7 +26,7 @@ class LayerPrecision:
     """Precision of the FP8 layers of an engine, now and in the next step.
 
     Args:
-        model: a converted model, whose ZeRO optimizer is built; the optimizer's `fp8_set_bf16` is `set_bf16`.
+        model: a converted model, whose ZeRO optimizer is built; `set_bf16` is the method of its `fp8`.
         config: the "schedule" block.
         total_steps: number of steps that the learning-rate scheduler knows.
         say: called with a line for rank 0.

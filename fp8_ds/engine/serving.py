@@ -105,14 +105,14 @@ def _full_codes(optimizer: Any, weight: Any) -> Iterator[Tensor | None]:
     if not hasattr(weight, "ds_id"):
         yield payload.data if payload.hp is None else None
         return
-    (shard,) = optimizer._fp8_shards.of([weight])
+    (shard,) = optimizer.fp8.shards.of([weight])
     if shard.in_bf16:
         yield None
         return
     if (codes := payload.data) is not None:
         yield codes.detach()
         return
-    optimizer._fp8_shards.gather([shard]).wait()
+    optimizer.fp8.shards.gather([shard]).wait()
     try:
         yield payload.data.detach()
     finally:

@@ -15,7 +15,6 @@ from fp8_ds.nn.linear.fp8_linear import full_shape
 from fp8_ds.nn.moe.experts import ExpertsWeight
 from fp8_ds.nn.plan import flops
 from fp8_ds.nn.plan.flops import SizeRule, share_of_experts
-from fp8_ds.zero.one_pass import step_of
 
 _GAINS = {
     "states": "none is left in FP8: the engine gains by its FP8 states alone",
@@ -112,7 +111,7 @@ class SizeDecision:
             return text
         if self._engine.fp8.config.optimizer.states == "fp8":
             return f"{text}; {_GAINS['states']}"
-        step = step_of(self._engine.optimizer)
+        step = self._engine.optimizer.fp8.step.adam
         has_step = step is not None and step.knows_it
         return f"{text}; {_GAINS['step' if has_step else 'nothing']}: {_INSTEAD}"
 

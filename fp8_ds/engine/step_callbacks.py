@@ -67,7 +67,7 @@ class StepCallbacks:
         num_steps = total if isinstance(total, int) else None
         may_miss = not is_written(engine._config._param_dict["fp8"], "schedule", "layers")
         self.precision = engine.fp8.precision = LayerPrecision(
-            engine.module, engine.optimizer.fp8_set_bf16, schedule, num_steps, say, may_miss
+            engine.module, engine.optimizer.fp8.set_bf16, schedule, num_steps, say, may_miss
         )
         self._last_save: int | None = None
         self._memory = Bf16Memory.of(engine)
@@ -346,7 +346,8 @@ def health_monitor(engine: Any, every: int, sinks: Sequence[str], warn: Say) -> 
         }
 
     def skip_flag() -> Tensor | None:
-        return None if optimizer.fp8_flag is None else optimizer.fp8_flag.last
+        states = optimizer.fp8.masters.states
+        return None if states is None else states.flag.last
 
     health = HealthMonitor(every, table, Observers(found, table, engine.module), facts, skip_flag, warn)
     for sink in sinks:

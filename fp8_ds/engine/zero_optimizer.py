@@ -1,31 +1,34 @@
-"""Retyping of the ZeRO optimizer that DeepSpeed has built, to a class with our mix-ins before its own.
+"""Retyping of the ZeRO optimizer that DeepSpeed has built, to a class with our adapter and repairs before its own.
 
-The mix-ins follow from the format of the states, gradient release, and the format that gradients are reduced in.
+For FP8 states DeepSpeed builds it without dense masters, moments or gradients: it looks its optimizer classes up by
+name, and finds a subclass without the state initialisation inside `building`. Seams: fp8_ds/engine/seams.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import deepspeed.runtime.engine as engine_module
+import deepspeed.runtime.zero.stage3 as stage3_module
 import torch
 from deepspeed import comm as ds_comm
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from fp8_ds.config import Fp8Config
 from fp8_ds.engine import deepspeed_fixes
 from fp8_ds.engine.compat.config import no_release
 from fp8_ds.engine.ranks import say
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.optim.zero_adamw import ZeroAdamW
-from fp8_ds.zero.building import BuildingHost, building
-from fp8_ds.zero.release3 import Fp8ReleaseStage3
+from fp8_ds.zero.release import bucket_size
 from fp8_ds.zero.stage import Fp8Context
-from fp8_ds.zero.stage3 import Fp8ReduceStage3, Fp8ZeroStage3
+from fp8_ds.zero.stage3 import Fp8ZeroStage3
 from fp8_ds.zero.stage12 import Fp8ZeroStage12
-from fp8_ds.zero.states3 import Fp8StatesStage3
+from fp8_ds.zero.weights import virtual_flat
 
 _HOLDS = (
     "fp8: gradient release saves nothing in this run: with gradient_clipping {} (without the key DeepSpeed takes 1.0, "
@@ -35,17 +38,76 @@ _HOLDS = (
 """The default: deepspeedai/DeepSpeed v0.19.2 and v0.19.3, deepspeed/runtime/constants.py, GRADIENT_CLIPPING_DEFAULT."""
 
 
-_HOSTS = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)
+_ADAPTERS: dict[type, type] = {DeepSpeedZeroOptimizer: Fp8ZeroStage12, DeepSpeedZeroOptimizer_Stage3: Fp8ZeroStage3}
 
 
-def _mixins(host: type, config: Fp8Config, gradient_clipping: float) -> list[type]:
-    """Return our mix-ins before DeepSpeed's class `host`."""
-    if host is DeepSpeedZeroOptimizer:
-        return [Fp8ZeroStage12]
-    found: type = Fp8ZeroStage3
-    if config.optimizer.states != "fp32":
-        found = Fp8ReleaseStage3 if config.optimizer.releases(gradient_clipping) else Fp8StatesStage3
-    return [Fp8ReduceStage3, found] if config.zero.reduce_scatter == "fp8" else [found]
+_DEVICE = "_fp8_device"
+
+
+class BuildingHost:
+    fp8_releases = False
+
+
+class Building12(BuildingHost):
+    """Mix-in before DeepSpeedZeroOptimizer."""
+
+    @property
+    def device(self) -> Any:
+        """Device on which DeepSpeed makes its masters: meta, without memory."""
+        return "meta"
+
+    @device.setter
+    def device(self, value: Any) -> None:
+        vars(self)[_DEVICE] = value
+
+
+class Building3(BuildingHost):
+    """Mix-in before DeepSpeedZeroOptimizer_Stage3."""
+
+    def initialize_optimizer_states(self) -> None:
+        """Do nothing: moments come with the first step, and gradients are not copied to fp32."""
+
+    def _setup_for_real_optimizer(self: Any) -> None:
+        """Set up; with gradient release, without a buffer for all gradients and with small buckets."""
+        if not self.fp8_releases:
+            super()._setup_for_real_optimizer()  # type: ignore[misc]
+            return
+        copies = 2  # the bucket, and what the reduction concatenates
+        self.reduce_bucket_size = min(self.reduce_bucket_size, bucket_size(copies, self.dtype))
+        device, self.device = self.device, "meta"
+        try:
+            super()._setup_for_real_optimizer()  # type: ignore[misc]
+        finally:
+            self.device = device
+
+    def _create_fp32_partitions(self: Any) -> None:
+        device = get_accelerator().current_device_name()
+        for numel, ids in zip(
+            self.fp16_partitioned_groups_flat_numel, self.fp16_partitioned_groups_flat_id, strict=True
+        ):
+            flat: Any = virtual_flat(int(numel), device)
+            flat.ds_id = f"{ids[0]}_{ids[-1]}"
+            self.fp32_partitioned_groups_flat.append(flat)
+        for group in self.optimizer.param_groups:
+            group["params"] = []
+
+
+@contextmanager
+def building(releases: bool) -> Iterator[None]:
+    """Let DeepSpeed build these classes instead of its own inside the block. `releases`: with gradient release."""
+    places = (
+        (engine_module, "DeepSpeedZeroOptimizer", Building12),
+        (stage3_module, "DeepSpeedZeroOptimizer_Stage3", Building3),
+    )
+    original = [getattr(module, name) for module, name, _ in places]
+    attributes = {"fp8_releases": releases}
+    for (module, name, mixin), host in zip(places, original, strict=True):
+        setattr(module, name, type(f"Building{host.__name__}", (mixin, host), attributes))
+    try:
+        yield
+    finally:
+        for (module, name, _), host in zip(places, original, strict=True):
+            setattr(module, name, host)
 
 
 def build_zero(engine: Any, optimizer: Any, build: Callable[[Any], Any]) -> tuple[Any, type]:
@@ -69,10 +131,10 @@ def build_zero(engine: Any, optimizer: Any, build: Callable[[Any], Any]) -> tupl
             say(_HOLDS.format(engine.gradient_clipping()))
         with building(releases):
             zero = build(optimizer)
-    host = next((host for host in _HOSTS if isinstance(zero, BuildingHost) and isinstance(zero, host)), type(zero))
-    if host not in _HOSTS:
+    host = next((host for host in _ADAPTERS if isinstance(zero, BuildingHost) and isinstance(zero, host)), type(zero))
+    if host not in _ADAPTERS:
         raise UnsupportedError(
-            f"ZeRO optimizer: expected one of {[h.__name__ for h in _HOSTS]}, got {host.__name__}. Remove the "
+            f"ZeRO optimizer: expected one of {[h.__name__ for h in _ADAPTERS]}, got {host.__name__}. Remove the "
             'option that selects it, or turn "fp8.enabled" off.'
         )
     return zero, host
@@ -98,9 +160,10 @@ def retype(zero: Any, host: type, context: Fp8Context, gradient_clipping: float)
         context: the engine's context.
         gradient_clipping: the norm that the engine clips at, 0 for none.
     """
-    mixins = _mixins(host, context.config, gradient_clipping)
-    mixins += deepspeed_fixes.mixins(host, context.config, gradient_clipping)
-    zero.__class__ = type(f"Fp8{host.__name__}", (*mixins, host), {})
+    repairs = deepspeed_fixes.mixins(host, context.config, gradient_clipping)
+    zero.__class__ = type(f"Fp8{host.__name__}", (_ADAPTERS[host], *repairs, host), {})
+    if (device := vars(zero).pop(_DEVICE, None)) is not None:
+        zero.device = device  # `Building12` has hidden it
     zero.fp8_init(context)
     start_count_anew(context)
 

@@ -21,33 +21,40 @@ from fp8_ds.numerics.masters import BF16_8
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.states import MOMENTS, FlatBuffer, allocate_lo, read_dense, weight_id, write_dense, write_first_codes
 from fp8_ds.optim.user_writes import overwrite, write_low
-from fp8_ds.zero.compact_buffer import CompactBuffer
-from fp8_ds.zero.flat_masters import FlatMasters
-from fp8_ds.zero.flat_weights import FlatWeights, GroupWeights, Place
+from fp8_ds.zero.flat_masters import FlatMasters12
+from fp8_ds.zero.flat_weights import CompactBuffer, FlatWeights, GroupWeights, Place
 from fp8_ds.zero.host import Host12
-from fp8_ds.zero.norm import OverflowFlag
-from fp8_ds.zero.split_states import SplitStates, StateFragment
+from fp8_ds.zero.split_states import Masters, SplitStates
 from fp8_ds.zero.stage import Fp8Context
 from fp8_ds.zero.weights import Part, SplitQuantizer, WeightQuantizer, virtual_flat
 
 
-class _Masters12:
+class _Masters12(Masters):
     """Common part of both kinds. Their `params` are the FP8 weights, in the order of the scale vectors, before their
     buffers are made.
 
     Attributes:
         needs_bf16: whether `encode` reads the bf16 weights; else these are freed before FP8 bytes are made.
-        is_dense: whether DeepSpeed's flat masters hold the values.
-        flag: whether a step was skipped, where the host may learn of it a step late; else None.
-        states: FP8 states, or None.
     """
 
     def __init__(self, host: Host12, context: Fp8Context, weights: FlatWeights) -> None:
         self._host = host
         self._context = context
         self._weights = weights
-        self._flat = FlatMasters(host, weights)
+        self._flat = FlatMasters12(host, weights)
         self._is_loading = False
+
+    def encode(self, i: int, flat: Tensor | None, group: GroupWeights) -> None:
+        """Make FP8 bytes of group `i` from `flat` (bf16), unless the first refresh quantises them."""
+
+    def start(self) -> None:
+        """Finish masters, once all groups are made."""
+
+    def manage(self) -> None:
+        """Hand masters to the inner optimizer, unless it has them. Collective."""
+
+    def link(self) -> None:
+        """Link parameters to masters and moments, unless DeepSpeed's fragments do."""
 
     def fill_bf16(self, i: int, bf16: CompactBuffer) -> None:
         """Fill this rank's elements of the weights of group `i` that compute in bf16."""
@@ -68,9 +75,7 @@ class Fp32Masters12(_Masters12):
     """Masters of which the bytes are quantised in each step."""
 
     needs_bf16 = False
-    is_dense = True
-    flag: OverflowFlag | None = None
-    states: SplitStates | None = None
+    scales: WeightQuantizer
 
     def __init__(self, host: Host12, context: Fp8Context, weights: FlatWeights, params: Sequence[Any]) -> None:
         super().__init__(host, context, weights)
@@ -84,16 +89,10 @@ class Fp32Masters12(_Masters12):
             context.first_scales(params),
         )
 
-    def encode(self, i: int, flat: Tensor | None, group: GroupWeights) -> None:
-        """Do nothing: bytes are quantised by the first refresh."""
-
     def start(self) -> None:
-        """Restore masters of weights that came in FP8, once all groups are made."""
+        """Restore masters of weights that came in FP8."""
         self._flat.restore_stored(self._context.stored)
         self.point()
-
-    def manage(self) -> None:
-        """Do nothing: DeepSpeed's inner optimizer has the masters."""
 
     def point(self) -> None:
         """Tell the quantiser where masters and bytes lie (again, after an offload or a reload has moved them)."""
@@ -106,9 +105,6 @@ class Fp32Masters12(_Masters12):
             master, bytes_ = self._flat.partition(place.group), self._weights.groups[place.group].fp8.buffer
             parts.append(Part(f.in_partition.narrow(master), f.in_buffer.narrow(bytes_), f.in_tensor.start))
         self.scales.set_parts(parts)
-
-    def link(self) -> None:
-        """Do nothing: DeepSpeed's fragments are of the masters."""
 
     def write_weights(self, is_step: bool) -> bool:
         """Quantise this rank's masters, and copy those of bf16 parameters, before a gather. Collective.
@@ -152,22 +148,6 @@ class Fp32Masters12(_Masters12):
         finally:
             self._is_loading = False
 
-    @contextmanager
-    def dense(self) -> Iterator[dict[str, Tensor]]:
-        """Do nothing: masters are dense."""
-        yield {}
-
-    def saved(self, groups: Any) -> Any:
-        """Return the flat masters as a checkpoint has them: `groups`, DeepSpeed's."""
-        return groups
-
-    def offload(self, include: Any, device: Any) -> Any:
-        """Return the states to be offloaded by DeepSpeed: all that are asked for."""
-        return include
-
-    def reload(self) -> None:
-        """Do nothing: DeepSpeed reloads its states."""
-
 
 def write_bytes(scales: WeightQuantizer | SplitQuantizer, payload: Fp8Payload, slot: int, flat: Tensor) -> None:
     """Quantise `flat` (1-D) to the bytes of a weight, by a scale of its own at `slot`, and to its bf16, if any."""
@@ -182,6 +162,8 @@ class SplitMasters12(_Masters12):
     """Masters in FP8 states. Arguments, attributes and methods: see `Fp32Masters12`."""
 
     needs_bf16 = True
+    states: SplitStates
+    scales: SplitQuantizer
 
     def __init__(self, host: Host12, context: Fp8Context, weights: FlatWeights, params: Sequence[Any]) -> None:
         super().__init__(host, context, weights)
@@ -190,14 +172,6 @@ class SplitMasters12(_Masters12):
         device, first = host.bit16_groups_flat[0].device, context.first_scales(params)
         self.states = SplitStates(host, context, names, values, device, first)
         self.scales = self.states.scales
-
-    @property
-    def is_dense(self) -> bool:
-        return self.states.is_dense
-
-    @property
-    def flag(self) -> OverflowFlag:
-        return self.states.flag
 
     def encode(self, i: int, flat: Tensor | None, group: GroupWeights) -> None:
         """Encode this rank's fragments of group `i` from `flat` (bf16), and all bytes of its FP8 weights."""
@@ -232,9 +206,6 @@ class SplitMasters12(_Masters12):
                 shard = AdamShard(name, hi.numel(), f.in_tensor.start, weight_id(name), i, scale_index, fmt, hi)
                 pieces.append((f.in_partition, shard))
         return sorted(pieces, key=lambda piece: piece[0].start)
-
-    def start(self) -> None:
-        """Do nothing: masters of weights that came in FP8 are encoded without noise."""
 
     def manage(self) -> None:
         """Hand the shards to the inner optimizer. Collective if there are weights that came in FP8."""
@@ -313,11 +284,7 @@ class SplitMasters12(_Masters12):
 
     @contextmanager
     def dense(self) -> Iterator[dict[str, Tensor]]:
-        """Make masters dense float32 on the CPU inside the block, and quantise them on leaving. Collective.
-
-        Yields:
-            a dict to be filled with scale_inv by weight name, to store the masters with.
-        """
+        """Make masters dense on the CPU."""
         host = self._host
         try:
             with self.states.dense(host.single_partition_of_fp32_groups, host._link_all_hp_params) as saved:
@@ -325,59 +292,71 @@ class SplitMasters12(_Masters12):
         finally:
             self.link()
 
-    def saved(self, groups: Any) -> Any:
+    def saved(self, state: Any) -> Any:
         return self.states.dense_masters()
-
-    def offload(self, include: Any, device: Any) -> Any:
-        return self.states.offload(include, device)
-
-    def reload(self) -> None:
-        self.states.reload()
 
     def link(self) -> None:
         """Make fragments of this rank's parameters read and write quantised states."""
         if self.is_dense or not self._host.optimizer.has_core:
             return
-        pieces = {piece[1].name: piece for flat in self.states.flats for piece in flat.pieces}
+        pieces = {shard.name: (elements, shard) for flat in self.states.flats for elements, shard in flat.pieces}
         for i, group in enumerate(self._host.bit16_groups):
             for p in group:
-                self._link_fragment(i, p, pieces.get(self._names[id(p)]))
-                p.set_full_hp_param = functools.partial(self._set_full, p)
+                piece = pieces.get(self._names[id(p)])
+                p._hp_mapping = None if piece is None else _fragment(self._host, i, p, *piece, self.states)
+                p.set_full_hp_param = functools.partial(_set_full, self, p)
         self._host._hp_optimizer_states_linked = True  # nothing is left for DeepSpeed to link in its first step
 
-    def _link_fragment(self, i: int, p: Any, piece: tuple[ShardRange, AdamShard] | None) -> None:
-        """Link a fragment if this rank has a shard. DeepSpeed is wrong about that with `round_robin_gradients`."""
-        if piece is None:
-            p._hp_mapping = None
-            return
-        host, (elements, shard) = self._host, piece
-        of_bf16 = fragment_address(numel=shard.numel, start=shard.start)
-        if p._hp_mapping is None or p._hp_mapping.lp_fragment_address != of_bf16:
-            of_flat = fragment_address(numel=shard.numel, start=elements.start)
-            gradients = host.averaged_gradients, host.offload_gradient_dict
-            p._hp_mapping = tensor_fragment(None, of_bf16, None, of_flat, *gradients, False, i)
-        if host.round_robin_gradients:
-            p._index_in_param_group = next(k for k, q in enumerate(host.params_in_partition[i]) if q is p)
-        mapping = p._hp_mapping
-        mapping.__class__ = StateFragment
-        mapping.fp8_states, mapping.fp8_shard = self.states, shard
-        mapping.hp_fragment = mapping.optim_fragment = None
 
-    @torch.no_grad()
-    def _set_full(self, p: Any, value: Tensor, optim_state_key: str | None = None) -> None:
-        """Set a master or moment to `value`, whole on every rank, for `safe_set_full_fp32_param` and its like."""
-        if optim_state_key is None:
-            if hasattr(p, "_fp8"):
-                with self.load():
-                    p.copy_(value)  # all bytes on every rank, and this rank's low part
-                return
-            p.data.copy_(value)
-        if p._hp_mapping is None:
+def _fragment(host: Host12, i: int, p: Any, elements: ShardRange, shard: AdamShard, states: SplitStates) -> Any:
+    """Make the fragment of `p`, in group `i`. DeepSpeed is wrong about who has one with `round_robin_gradients`."""
+    if host.round_robin_gradients:
+        p._index_in_param_group = next(k for k, q in enumerate(host.params_in_partition[i]) if q is p)
+    of_bf16 = fragment_address(numel=shard.numel, start=shard.start)
+    of_flat = fragment_address(numel=shard.numel, start=elements.start)
+    gradients = host.averaged_gradients, host.offload_gradient_dict
+    return StateFragment(None, of_bf16, None, of_flat, *gradients, False, i, states=states, shard=shard)
+
+
+@torch.no_grad()
+def _set_full(masters: SplitMasters12, p: Any, value: Tensor, optim_state_key: str | None = None) -> None:
+    """Set a master or moment to `value`, whole on every rank, for `safe_set_full_fp32_param` and its like."""
+    if optim_state_key is None:
+        if hasattr(p, "_fp8"):
+            with masters.load():
+                p.copy_(value)  # all bytes on every rank, and this rank's low part
             return
-        shard = p._hp_mapping.fp8_shard
-        if optim_state_key is not None:
-            if optim_state_key not in MOMENTS:
-                raise ValueError(f"{optim_state_key} not found in optimizer state fragment")
-            self.states.core.allocate()
-        values = value.detach().reshape(-1).narrow(0, shard.start, shard.numel)
-        write_dense(shard, optim_state_key, values, self.scales.scale_inv)
+        p.data.copy_(value)
+    if p._hp_mapping is None:
+        return
+    shard = p._hp_mapping.shard
+    if optim_state_key is not None:
+        if optim_state_key not in MOMENTS:
+            raise ValueError(f"{optim_state_key} not found in optimizer state fragment")
+        masters.states.core.allocate()
+    values = value.detach().reshape(-1).narrow(0, shard.start, shard.numel)
+    write_dense(shard, optim_state_key, values, masters.scales.scale_inv)
+
+
+class StateFragment(tensor_fragment):
+    """DeepSpeed's link from a parameter to this rank's master and moments, which are de-quantised when they are read.
+
+    Args:
+        fragment: as in DeepSpeed; there is no tensor of high or low precision.
+    """
+
+    def __init__(self, *fragment: Any, states: SplitStates, shard: AdamShard) -> None:
+        super().__init__(*fragment)
+        self.states = states
+        self.shard = shard
+
+    def get_hp_fragment(self, optim_state_key: str | None = None) -> Tensor:
+        core, shard = self.states.core, self.shard
+        if optim_state_key is not None and (optim_state_key not in MOMENTS or not core.has_moments):
+            raise ValueError(f"{optim_state_key} not found in optimizer state fragment")
+        out = torch.empty(shard.numel, dtype=torch.float32, device=core.device)
+        read_dense(shard, optim_state_key, out, core.scales.scale_inv)
+        return out
+
+    def get_optim_state_keys(self) -> list[str]:
+        return list(MOMENTS)

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import FusedAdam
-from deepspeed.runtime.zero.stage_1_and_2 import OPTIMIZER_TIMERS
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -26,9 +25,9 @@ from fp8_ds.log import logger
 from fp8_ds.ops._register import HAS_TRITON
 from fp8_ds.ops.dense_adam import AdamNumbers, DenseAdam, DenseStates, DenseStep
 from fp8_ds.ops.squares import SumOfSquares
+from fp8_ds.zero.host import ZeroHost
 from fp8_ds.zero.norm import HyperparameterCheck, OverflowFlag, clip_factor, global_norm, overflow_flag
 
-STEP_TIMER = OPTIMIZER_TIMERS[2]
 _ADAMS: tuple[type, ...] = (torch.optim.Adam, torch.optim.AdamW, FusedAdam)
 
 
@@ -51,7 +50,7 @@ class Work(NamedTuple):
 class OnePassAdam:
     """Adam steps of a ZeRO optimizer `zero` over its flat masters, with the state that its inner optimizer holds."""
 
-    def __init__(self, zero: Any) -> None:
+    def __init__(self, zero: ZeroHost) -> None:
         self.zero = zero
         self.flag = OverflowFlag()
         self._squares = _sum_of_squares()
@@ -185,39 +184,6 @@ class OnePassAdam:
         self._counts.clear()
 
 
-class OnePassStage3:
-    """Mix-in before DeepSpeedZeroOptimizer_Stage3."""
-
-    @functools.cached_property
-    def _fp8_adam(self) -> OnePassAdam:
-        return OnePassAdam(self)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
-        self._fp8_adam.forget_counts()
-
-    def step(self: Any, closure: Any = None) -> None:
-        """Step as DeepSpeed does; by its own code where `OnePassAdam.why_not` has a reason."""
-        masters = self.fp32_partitioned_groups_flat
-        if self._fp8_adam.is_left_to_deepspeed(masters):
-            super().step(closure)  # type: ignore[misc]
-            return
-        self._pre_step()
-        self.timers(STEP_TIMER).start()
-        groups = [self.optimizer.param_groups[self.sub_group_to_group_id[i]] for i in range(len(masters))]
-        pieces = [list(pieces_of_master(self.averaged_gradients[i], self.fp16_groups[i])) for i in range(len(masters))]
-        self._fp8_adam.run(list(map(Work, masters, groups, pieces)), waits=True)
-        self._partition_all_parameters()
-        self.zero_grad(set_to_none=True)
-        for i in range(len(masters)):
-            self.averaged_gradients[i] = None
-            if not self.overflow:
-                self._reassign_or_swap_out_partitioned_parameters(i)
-        self.timers(STEP_TIMER).stop()
-        if not self.overflow:
-            self._post_step({STEP_TIMER})
-
-
 @functools.cache
 def _say_once(line: str) -> None:
     logger.info(line)
@@ -262,9 +228,3 @@ def _sum_of_squares() -> Any:
         return torch.stack([torch.linalg.vector_norm(grad.double()) for grad in grads]).square().sum().float()
 
     return squares
-
-
-def step_of(zero: Any) -> OnePassAdam | None:
-    """Return our step of fp32 states of an optimizer in FP8; None where it is DeepSpeed's."""
-    found: OnePassAdam | None = zero.fp8.adam if hasattr(zero, "fp8") else getattr(zero, "_fp8_adam", None)
-    return found

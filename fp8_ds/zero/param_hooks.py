@@ -19,7 +19,8 @@ import torch
 from deepspeed import comm as ds_comm
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from fp8_ds.zero.sharded import Fetch, Fp8Shards, Gathered, join_shards
+from fp8_ds.zero.gather3 import Fetch, join_shards
+from fp8_ds.zero.sharded import Fp8Shards, Gathered
 
 
 class ParamHooks:
@@ -104,7 +105,7 @@ class ZeroParamHooks(ParamHooks):
             before.remove()
         super().__init__(param)
         self.shards = shards
-        self.weight = next(iter(shards.of([param])), None)
+        self.weight = shards.get(param)
 
     def all_gather_coalesced(self, params: Iterable[Any], safe_mode: bool = False, quantize: bool = False) -> Any:
         """Fetch for compute: FP8 weights in FP8, the rest as DeepSpeed does."""
@@ -140,10 +141,9 @@ class ZeroParamHooks(ParamHooks):
         self, param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, free_data: bool = True
     ) -> None:
         """Release; with `has_been_updated`, take over the new values of a reader's bf16 weight."""
-        weight = self.weight
-        is_fetched = weight is not None and weight.payload.data is not None and not self.param.ds_active_sub_modules
-        if param_list is None and is_fetched and free_data and not has_been_updated:
-            weight.leave()  # type: ignore[union-attr]
+        weight, is_plain = self.weight, param_list is None and free_data and not has_been_updated
+        if is_plain and weight is not None and weight.payload.data is not None and not self.param.ds_active_sub_modules:
+            weight.leave()
             return
         params = [self.param]
         if param_list is not None:

@@ -28,7 +28,10 @@ from fp8_ds.errors import ConfigError
 from fp8_ds.numerics.scale import AmaxHistory
 from fp8_ds.ops.adamw import StepInputs
 from fp8_ds.optim.core import AdamCore, StepCache
+from fp8_ds.zero.host import ZeroHost
 from fp8_ds.zero.norm import HyperparameterCheck, clip_factor
+from fp8_ds.zero.split_states import SplitStates
+from fp8_ds.zero.stage import Fp8Context
 
 NO_GRADIENT = (
     "expected release false to read or write gradients after the backward, got true: they are freed once used. "
@@ -173,3 +176,20 @@ class ReleaseUpdater:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.last_norm.fill_(state["last_norm"])
+
+
+def make_release(
+    host: ZeroHost, context: Fp8Context, states: SplitStates, num_parameters: int
+) -> ReleaseUpdater | None:
+    """Make the updater of gradient release, if the configuration has it, and tell `context` and `states`.
+
+    Raises:
+        ConfigError: ranks of model parallelism would skip different buckets.
+    """
+    if not context.config.optimizer.releases(host.clip_grad):
+        return None
+    refuse_model_parallel(host.model_parallel_group)
+    indices = {name: index for index, name in enumerate(states.names)}
+    made = ReleaseUpdater(states.core, num_parameters, indices, host.dp_process_group, host.clip_grad)
+    context.release, states.alike = made, made.alike
+    return made

@@ -1,25 +1,32 @@
-"""FP8 shards of ZeRO-3 weights, their gathers, and fetches of DeepSpeed's coordinator as one handle each."""
+"""FP8 shards of ZeRO-3 weights: the weights, their states, and `Fp8Shards`, all of one optimizer with their gathers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed import comm as ds_comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.utils import z3_leaf_module
-from torch import Tensor, nn
+from torch import Tensor
 
 from fp8_ds.comm import collectives
 from fp8_ds.comm.collectives import ByteCounter, max_reduce
+from fp8_ds.comm.layout import ShardRange
 from fp8_ds.nn.linear.parameter import Fp8Parameter
 from fp8_ds.nn.linear.payload import Fp8Payload
+from fp8_ds.nn.linear.stored import StoredScales
 from fp8_ds.numerics.formats import E4M3
-from fp8_ds.zero.weights import WeightQuantizer
+from fp8_ds.ops.quantize import quantize_part
+from fp8_ds.zero.gather3 import Fp8GatherHandle, InFlight, adjacent
+from fp8_ds.zero.weights import SplitQuantizer, WeightQuantizer, aligned_starts
+
+_ALIGNMENT = 16
+"""Alignment in bytes: FP8 GEMMs read 16 at a time."""
 
 
 class Gathered(Enum):
@@ -59,29 +66,31 @@ class Bf16Shard(Enum):
 
 
 class ShardedWeight:
-    """One FP8 weight of ZeRO-3 on this rank.
+    """One FP8 weight of ZeRO-3 on this rank, with a float32 master, or frozen.
 
     Attributes:
         param: the ZeRO-3 Parameter; `param.ds_tensor` is its bf16 shard, padded to `ds_numel` elements.
+        elements: those of the flattened weight in this rank's shard, without padding.
         shard: its FP8 shard, 1-D, padded likewise with zeros.
-        source: the real (unpadded) elements that are quantised into it: the fp32 master, or the bf16 shard without one.
         is_trainable: whether it has a master. A user may have frozen it since.
         index: entry in the scale vectors.
         in_bf16: whether the layer computes in bf16: DeepSpeed then gathers the weight from `ds_tensor`, and frees it.
         bf16_shard: what `ds_tensor` is.
-        is_stored: whether it is a StoredWeight (zero/stored_weight.py).
+        is_stored: whether it is a StoredWeight.
     """
 
     is_stored = False
 
-    def __init__(self, name: str, param: Any, index: int, quantizer: WeightQuantizer) -> None:
+    def __init__(self, name: str, param: Any, index: int, scales: WeightQuantizer | SplitQuantizer) -> None:
         self.index = index
-        self._attach(name, param, quantizer.scale[index], quantizer.scale_inv[index])
+        self._source = torch.empty(0, dtype=torch.float32)
+        self._attach(name, param, scales.scale[index], scales.scale_inv[index])
 
     def _attach(self, name: str, param: Any, scale: Tensor, scale_inv: Tensor) -> None:
         """Make `param` an Fp8Parameter with these scales."""
         self.param = param
-        self.shard = self.source = torch.empty(0, dtype=torch.float32)
+        self.elements = own_elements(param)
+        self.shard = torch.empty(0, dtype=E4M3.torch_dtype)
         self.is_trainable: bool = param.requires_grad
         self.in_bf16 = False
         self.bf16_shard = Bf16Shard.KEPT  # DeepSpeed's own, until it is dropped
@@ -93,12 +102,28 @@ class ShardedWeight:
         param.__class__ = Fp8Parameter
 
     @property
-    def start(self) -> int:
-        return start_of(self.param)
+    def source(self) -> Tensor:
+        """The real (unpadded) elements that are quantised: the float32 master, or the bf16 shard without one. 1-D."""
+        return self._source
+
+    def point(self, source: Tensor) -> None:
+        """Set `source`, a view of where the values lie."""
+        self._source = source
+
+    def read_source(self, out: Tensor) -> None:
+        """Fill `out`, bf16 [elements.numel], with `source`."""
+        out.copy_(self.source)
 
     @property
-    def num_real(self) -> int:
-        return num_real(self.param)
+    def bf16(self) -> Tensor:
+        """The bf16 shard without padding, a view."""
+        shard: Tensor = self.param.ds_tensor.data
+        return shard[: self.elements.numel]
+
+    @property
+    def own_bytes(self) -> Tensor:
+        """The FP8 shard without padding, a view."""
+        return self.shard[: self.elements.numel]
 
     @property
     def gathered(self) -> Gathered:
@@ -137,10 +162,6 @@ class ShardedWeight:
             else:
                 self.drop_bf16()
 
-    def read_source(self, out: Tensor) -> None:
-        """Fill `out`, bf16 [num_real], with the master."""
-        out.copy_(self.source)
-
     @property
     def keeps_bf16(self) -> bool:
         """Whether `ds_tensor` stays resident; else it expands the placeholder and is made on demand."""
@@ -167,14 +188,67 @@ class ShardedWeight:
         self.param.ds_status = ZeroParamStatus.NOT_AVAILABLE
 
 
-def start_of(param: Any) -> int:
-    """Return the first element of this rank's shard in the flattened parameter."""
-    return int(ds_comm.get_rank(group=param.ds_process_group) * param.ds_tensor.ds_numel)
+class StoredWeight(ShardedWeight):
+    """A frozen weight that came in FP8: bytes and scales are its folder's, and there is no bf16 shard.
+
+    Args:
+        param: the ZeRO-3 Parameter, whose shard is of bytes.
+        stored: its scales.
+    """
+
+    is_stored = True
+
+    def __init__(self, name: str, param: Any, stored: StoredScales) -> None:
+        self.stored = stored
+        self._codes: Tensor | None = param.ds_tensor.data
+        param.data = torch.empty(0, dtype=torch.bfloat16, device=param.ds_tensor.device)
+        self._attach(name, param, stored.scale, stored.scale_inv)
+        self.drop_bf16()
+
+    def fill(self) -> None:
+        """Move the bytes from DeepSpeed's shard to `shard`."""
+        assert self._codes is not None
+        self.own_bytes.view(torch.uint8).copy_(self._codes[: self.elements.numel])
+        self._codes = None
+
+    @property
+    def source(self) -> Tensor:
+        """Codes times scales, float32 [elements.numel], in a new tensor."""
+        values = self.own_bytes.float()
+        self.stored.multiply_(values, self.elements.start)
+        return values
+
+    @property
+    def keeps_bf16(self) -> bool:
+        return False
+
+    def absorb(self, group: dist.ProcessGroup) -> None:
+        """Quantise the bf16 shards that users have written, unless all are what was read. Collective.
+
+        Values that were read keep their bytes: the rule for new scales is another than that of the folder's.
+        """
+        written, stored, start = self.bf16, self.stored, self.elements.start
+        is_other = torch.tensor([not torch.equal(written, self.source.to(written.dtype))], dtype=torch.float32)
+        is_other = is_other.to(self.shard.device)
+        max_reduce(group, is_other)
+        if not bool(is_other):
+            return
+        shape = self.param.ds_shape
+        amax = stored.granularity.amax(written, shape, start)
+        max_reduce(group, amax)
+        scale, scale_inv = stored.granularity.scales(amax)
+        self.payload.scale.copy_(scale)
+        self.payload.scale_inv.copy_(scale_inv)
+        block = stored.granularity.block[0] or 1, stored.granularity.block[1] or shape[-1]
+        codes = quantize_part(written, self.payload.scale, start, shape[-1], block, E4M3)
+        self.own_bytes.copy_(codes)
 
 
-def num_real(param: Any) -> int:
-    """Return the number of elements of this rank's shard without padding; 0 beyond the parameter's end."""
-    return int(max(0, min(param.ds_tensor.ds_numel, param.ds_numel - start_of(param))))
+def own_elements(param: Any) -> ShardRange:
+    """Return the elements of the flattened ZeRO-3 parameter in this rank's shard, without padding."""
+    numel = int(param.ds_tensor.ds_numel)
+    start = int(ds_comm.get_rank(group=param.ds_process_group)) * numel
+    return ShardRange(start, max(start, min(start + numel, int(param.ds_numel))))
 
 
 _BITS = {2: torch.int16, 4: torch.int32}
@@ -200,79 +274,33 @@ def same_bits(left: Tensor, right: Tensor) -> Tensor:
     return left.view(bits) == right.view(bits)
 
 
-def adjacent(shards: list[Tensor]) -> Tensor | None:
-    """Return a view of the bytes of 1-D float8 tensors if they lie one behind the other in one storage, else None."""
-    first = shards[0]
-    start = end = first.storage_offset()
-    storage = first.untyped_storage().data_ptr()
-    for shard in shards:
-        if shard.storage_offset() != end or shard.untyped_storage().data_ptr() != storage:
-            return None
-        end += shard.numel()
-    return first.view(torch.uint8).as_strided((end - start,), (1,), start)
-
-
-def join_shards(buffer: Tensor, sizes: Sequence[int], num_ranks: int) -> list[Tensor]:
-    """Copy shards of these sizes, which lie rank by rank in `buffer` (1-D), into one tensor each, in one launch."""
-    whole = [buffer.new_empty(num_ranks * size) for size in sizes]
-    by_rank = [one.view(num_ranks, -1) for one in whole]
-    torch.split_with_sizes_copy(buffer.view(num_ranks, -1), sizes, dim=1, out=by_rank)
-    return whole
-
-
-class Fp8GatherHandle:
-    """An FP8 gather under way; `wait` makes its weights available. It has the coordinator's handle protocol.
+class Fp8Shards:
+    """All FP8 weights of one ZeRO-3 optimizer.
 
     Args:
-        buffers: received bytes, 1-D: each weight with padding, or all of them, rank by rank; none on a single rank.
-        work: the collective.
-    """
-
-    def __init__(self, weights: list[ShardedWeight], buffers: list[Tensor], work: Any, num_ranks: int) -> None:
-        self.weights = weights
-        self.buffers = buffers
-        self.work = work
-        self.num_ranks = num_ranks
-        self.complete = False
-
-    def wait(self, handle_dependency: bool = True) -> None:
-        if self.complete:
-            return
-        if self.work is not None:
-            self.work.wait()
-        for weight, whole in zip(self.weights, self._whole(), strict=True):
-            data = whole.view(E4M3.torch_dtype)
-            if data.numel() != weight.param.ds_numel:
-                data = data[: weight.param.ds_numel]
-            weight.arrive(data.view(weight.param.ds_shape))
-        if not get_accelerator().is_synchronized_device():
-            for buffer in self.buffers:
-                buffer.record_stream(get_accelerator().current_stream())
-        self.buffers, self.work = [], None  # a released weight's bytes are free, whoever keeps the handle
-        self.complete = True
-
-    def _whole(self) -> list[Tensor]:
-        """Return each weight's bytes with padding, 1-D; weights that share a buffer are copied, in one launch."""
-        if not self.buffers:
-            return [weight.shard.view(torch.uint8) for weight in self.weights]
-        if len(self.buffers) == len(self.weights):
-            return self.buffers
-        return join_shards(self.buffers[0], [weight.shard.numel() for weight in self.weights], self.num_ranks)
-
-
-class Fp8Shards:
-    """All FP8 weights of one ZeRO-3 optimizer, whose scales `quantizer` holds.
+        scales: those of the weights.
+        persistent: the parameters that stay gathered, in the very list that DeepSpeed passes on.
+        write_masters: makes values (1-D, this rank's) the masters of trainable weights. Collective. None: values that
+            users write hold until the next step, as in DeepSpeed.
 
     Attributes:
-        persistent: the parameters that stay gathered, in the very list that DeepSpeed passes on.
+        buffer: memory of the FP8 shards.
     """
 
-    persistent: Sequence[Any] = ()
-
-    def __init__(self, quantizer: WeightQuantizer, counter: ByteCounter, in_flight: InFlight) -> None:
-        self.quantizer = quantizer
+    def __init__(
+        self,
+        scales: WeightQuantizer | SplitQuantizer,
+        counter: ByteCounter,
+        in_flight: InFlight,
+        persistent: Sequence[Any] = (),
+        write_masters: Callable[[list[Any], list[Tensor]], None] | None = None,
+    ) -> None:
+        self.scales = scales
         self.counter = counter
         self.in_flight = in_flight
+        self.persistent = persistent
+        self._write_masters = write_masters
+        self.buffer = torch.empty(0, dtype=E4M3.torch_dtype)
         self.weights: list[ShardedWeight] = []
         self._by_param: dict[int, ShardedWeight] = {}
         self._ready: Any = None
@@ -280,6 +308,10 @@ class Fp8Shards:
     def add(self, weight: ShardedWeight) -> None:
         self.weights.append(weight)
         self._by_param[id(weight.param)] = weight
+
+    def get(self, p: Any) -> ShardedWeight | None:
+        """Return the FP8 weight of a Parameter, if it is one."""
+        return self._by_param.get(id(p))
 
     def of(self, params: Iterable[Any]) -> list[ShardedWeight]:
         """Return the FP8 weights among `params`."""
@@ -293,19 +325,29 @@ class Fp8Shards:
         """Return the parameters that arrive in bf16."""
         return [p for p in params if id(p) not in self._by_param or self._by_param[id(p)].in_bf16]
 
+    def allocate(self, device: torch.device) -> None:
+        """Make one FP8 buffer for all weights, with each shard at a multiple of 16 bytes."""
+        sizes = [weight.param.ds_tensor.ds_numel for weight in self.weights]
+        starts = aligned_starts(sizes, _ALIGNMENT)
+        self.buffer = torch.zeros(starts[-1], dtype=E4M3.dtype, device=device)
+        for weight, start, size in zip(self.weights, starts, sizes, strict=False):
+            weight.shard = self.buffer.narrow(0, start, size)
+            if isinstance(weight, StoredWeight):
+                weight.fill()
+
+    def move(self, device: torch.device) -> None:
+        """Move the FP8 shards."""
+        self.buffer = self.buffer.to(device)
+        for weight in self.weights:
+            weight.shard = self.buffer.narrow(0, weight.shard.storage_offset(), weight.shard.numel())
+
     @torch.no_grad()
     def refresh_bf16(self) -> None:
-        """Copy the masters to the bf16 shards of layers in bf16."""
-        for weight in self.weights:
-            if weight.in_bf16:
-                weight.read_source(weight.param.ds_tensor.data[: weight.num_real])
-        self.mark_ready()
-
-    def refresh(self, is_step: bool) -> None:
-        """Quantise all shards from their sources (collective); forget what users wrote into bf16."""
-        self.quantizer.refresh(is_step)
+        """Copy the masters to the bf16 shards of layers in bf16, and forget what users wrote into bf16."""
         for weight in self.weights:
             weight.forget_written()
+            if weight.in_bf16:
+                weight.read_source(weight.bf16)
         self.mark_ready()
 
     def mark_ready(self) -> None:
@@ -363,87 +405,29 @@ class Fp8Shards:
     def absorb(self, weights: list[ShardedWeight]) -> None:
         """Bring the FP8 shards up to date with bf16 shards that a user wrote (collective over the ZeRO group).
 
-        As in DeepSpeed, masters stay: the written value holds until the next optimizer step. Elements that were not
-        changed are quantised from the master, so that gathering for reading alone changes no bit.
+        Elements that were not changed are those of the master, so that gathering for reading alone changes no bit.
         """
-        stored: list[Any] = [weight for weight in weights if weight.is_stored]
-        for weight in stored:
-            weight.absorb(self.quantizer.group)
-        weights = [weight for weight in weights if not weight.is_stored]
-        if not weights:
-            self.mark_ready()
-            return
-        values = []
         for weight in weights:
-            bf16 = weight.param.ds_tensor.data[: weight.num_real]
-            values.append(newer(weight.source, bf16))
-        local = [self.quantizer.amax_of(w.index, v, w.start) for w, v in zip(weights, values, strict=True)]
-        amaxes = torch.cat([amax.reshape(-1) for amax in local])
-        max_reduce(self.quantizer.group, amaxes)
-        reduced = amaxes.split([amax.numel() for amax in local])
-        for weight, value, here, amax in zip(weights, values, local, reduced, strict=True):
-            self.quantizer.rescale(weight.index, amax.view(here.shape))
-            self.quantizer.quantize_into(weight.shard[: weight.num_real], value, weight.index, weight.start)
-            if weight.is_trainable and bool((value != weight.source.float()).any()):
-                weight.bf16_shard = Bf16Shard.WRITTEN
+            if isinstance(weight, StoredWeight):
+                weight.absorb(self.scales.group)
+        weights = [weight for weight in weights if not weight.is_stored]
+        if self._write_masters is not None and (trainable := [weight for weight in weights if weight.is_trainable]):
+            self._write_masters(trainable, [newer(weight.source, weight.bf16) for weight in trainable])
+            weights = [weight for weight in weights if not weight.is_trainable]
+        if weights:
+            self._quantize_written(weights)
         self.mark_ready()
 
-
-class InFlight:
-    """Parameters that the coordinator has requested and not waited for yet, and the leaves that they belong to.
-
-    Attributes:
-        registry: the coordinator's own, parameter -> handle.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.registry: MutableMapping[Any, Any] = module.ds_inflight_param_registry  # type: ignore[assignment]
-        self._leaf_of: dict[int, int] = {}
-        for leaf in filter(z3_leaf_module, module.modules()):
-            for p in leaf.parameters():
-                self._leaf_of.setdefault(id(p), getattr(leaf, "ds_id", -1))  # an inner leaf is gathered with the outer
-
-    @property
-    def has_leaves(self) -> bool:
-        return bool(self._leaf_of)
-
-    def arrived(self, fetch: Fetch) -> None:
-        """Drop a leaf's other parameters from the registry, once the coordinator has waited for one in `fetch`.
-
-        They stay if a later call has requested them, after the leaf was released, or if another module that shares the
-        one waited for it: the leaf may never be used, and then entries of the registry are released.
-        """
-        if not self.has_leaves:
-            return
-        is_left = [self.registry.get(p) is fetch for p in fetch.params]
-        leaves = [self._leaf_of.get(id(p)) for p in fetch.params]
-        fetched = {
-            leaf
-            for p, leaf, left in zip(fetch.params, leaves, is_left, strict=True)
-            if not left and leaf in p.ds_active_sub_modules
-        }
-        for p, leaf, left in zip(fetch.params, leaves, is_left, strict=True):
-            if left and leaf in fetched:
-                del self.registry[p]
-
-
-class Fetch:
-    """One request of the coordinator, as one handle: weights in FP8, and parameters that DeepSpeed gathers.
-
-    The coordinator waits for parameters one by one, and records and polls an event for each to bound how far the host
-    runs ahead: a quarter of a millisecond for a decoder layer. With leaves, waiting for the first parameter covers the
-    leaf's others, and the bound counts them as one.
-    """
-
-    def __init__(self, handles: list[Any], params: list[Any], in_flight: InFlight) -> None:
-        self.handles = handles
-        self.params = params
-        self.in_flight = in_flight
-        self.complete = False
-
-    def wait(self, handle_dependency: bool = True) -> None:
-        if not self.complete:
-            for handle in self.handles:  # once: in DeepSpeed 0.18.9 some make a weight available again, long released
-                handle.wait(handle_dependency=handle_dependency)
-            self.complete = True
-        self.in_flight.arrived(self)
+    def _quantize_written(self, weights: list[ShardedWeight]) -> None:
+        """Quantise what users wrote into bf16 shards, by new scales; masters stay. Collective."""
+        values = [newer(weight.source, weight.bf16) for weight in weights]
+        starts = [weight.elements.start for weight in weights]
+        local = [self.scales.amax_of(w.index, v, start) for w, v, start in zip(weights, values, starts, strict=True)]
+        amaxes = torch.cat([amax.reshape(-1) for amax in local])
+        max_reduce(self.scales.group, amaxes)
+        reduced = amaxes.split([amax.numel() for amax in local])
+        for weight, value, start, here, amax in zip(weights, values, starts, local, reduced, strict=True):
+            self.scales.rescale(weight.index, amax.view(here.shape))
+            self.scales.quantize_into(weight.own_bytes, value, weight.index, start)
+            if weight.is_trainable and bool((value != weight.source.float()).any()):
+                weight.bf16_shard = Bf16Shard.WRITTEN

@@ -1,6 +1,8 @@
-"""SplitStates: FP8 masters and moments of a ZeRO optimizer, the same in all stages: scales, update, dense form.
+"""Masters of a ZeRO optimizer, as far as they are the same in all stages.
 
-DeepSpeed's flat masters are tensors of no size then (`virtual_flat`), except inside `dense`, for loads.
+`Masters` is the interface: what masters in float32 do, which are DeepSpeed's. `SplitStates` are FP8 masters and
+moments: scales, update, dense form. DeepSpeed's flat masters are tensors of no size then (`virtual_flat`), except
+inside `dense`, for loads.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-from deepspeed.utils.tensor_fragment import tensor_fragment
 from torch import Tensor
 
 from fp8_ds.comm.collectives import max_reduce
@@ -22,13 +23,62 @@ from fp8_ds.numerics.predicted import PredictedScales
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.ops.squares import SumOfSquares
 from fp8_ds.optim.core import AdamCore
-from fp8_ds.optim.states import MOMENTS, FlatBuffer, absorb_flat, dense_flat, is_exact, read_dense, write_first
+from fp8_ds.optim.states import FlatBuffer, absorb_flat, dense_flat, is_exact, write_first
 from fp8_ds.zero.host import ZeroHost
 from fp8_ds.zero.norm import HyperparameterCheck, OverflowFlag, clip_factor, global_norm, overflow_flag
 from fp8_ds.zero.stage import Fp8Context
-from fp8_ds.zero.weights import SplitQuantizer, reduced_amaxes, virtual_flat
+from fp8_ds.zero.weights import SplitQuantizer, WeightQuantizer, reduced_amaxes, virtual_flat
 
 _MOVED = {OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params}
+
+
+class Masters:
+    """Interface of a stage's masters; what is here is done by masters in float32, of which most is DeepSpeed's.
+
+    Attributes:
+        scales: those of the FP8 weights.
+        is_dense: whether DeepSpeed's flat masters hold the values.
+        states: FP8 states, or None.
+    """
+
+    scales: WeightQuantizer | SplitQuantizer
+    states: SplitStates | None = None
+
+    @property
+    def is_dense(self) -> bool:
+        return self.states is None or self.states.is_dense
+
+    def point(self) -> None:
+        """Tell who quantises where masters and bytes lie (again, after they were moved)."""
+        raise NotImplementedError
+
+    def write_weights(self, is_step: bool) -> bool:
+        """Bring this rank's FP8 bytes up to date. Return whether there is anything new. Collective."""
+        raise NotImplementedError
+
+    def end_refresh(self, is_step: bool) -> None:
+        """End what `write_weights` began, once the weights are in place."""
+
+    @contextmanager
+    def dense(self) -> Iterator[dict[str, Tensor]]:
+        """Make masters dense float32 inside the block, and quantise them on leaving. Collective.
+
+        Yields:
+            a dict to be filled with scale_inv by weight name, to store the masters with.
+        """
+        yield {}
+
+    def saved(self, state: Any) -> Any:
+        """Return `state`, DeepSpeed's, as a checkpoint has it."""
+        return state
+
+    def offload(self, include: Any, device: Any) -> Any:
+        """Move what is not DeepSpeed's to `device`; return the states to be offloaded by DeepSpeed."""
+        return include if self.states is None else self.states.offload(include, device)
+
+    def reload(self) -> None:
+        if self.states is not None:
+            self.states.reload()
 
 
 class SplitStates:
@@ -239,21 +289,3 @@ class SplitStates:
             if OffloadStateTypeEnum.hp_params in chosen and shard.lo is not None:
                 shard.lo = shard.lo.to(device)
         self.core.moved()
-
-
-class StateFragment(tensor_fragment):
-    """Fragment whose master and moments are de-quantised when they are read."""
-
-    fp8_states: SplitStates
-    fp8_shard: AdamShard
-
-    def get_hp_fragment(self, optim_state_key: str | None = None) -> Tensor:
-        core, shard = self.fp8_states.core, self.fp8_shard
-        if optim_state_key is not None and (optim_state_key not in MOMENTS or not core.has_moments):
-            raise ValueError(f"{optim_state_key} not found in optimizer state fragment")
-        out = torch.empty(shard.numel, dtype=torch.float32, device=core.device)
-        read_dense(shard, optim_state_key, out, core.scales.scale_inv)
-        return out
-
-    def get_optim_state_keys(self) -> list[str]:
-        return list(MOMENTS)

@@ -7,15 +7,11 @@ Seams: fp8_ds/engine/seams.py.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from fp8_ds.zero.gradients12 import reduce_and_scatter
-from fp8_ds.zero.norm import OverflowFlag
+from fp8_ds.zero.gradients import reduce_and_scatter
 from fp8_ds.zero.stage import Fp8Context
 from fp8_ds.zero.zero12 import Zero12
 
@@ -32,12 +28,10 @@ class Fp8ZeroStage12(_Host):
 
     def fp8_init(self, context: Fp8Context) -> None:
         """Replace the bf16 flat groups by FP8 and bf16 compact buffers. Collective (first quantisation)."""
-        if "_fp8_device" in self.__dict__:
-            self.device = self.__dict__.pop("_fp8_device")  # DeepSpeed has built its optimizer on meta
         self.fp8 = Zero12(self, context)
 
     def step(self, closure: Any = None) -> None:
-        self.fp8.step(super().step, closure)
+        self.fp8.step.run(super().step, closure)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.fp8.load_state_dict(super().load_state_dict, *args, **kwargs)
@@ -88,36 +82,3 @@ class Fp8ZeroStage12(_Host):
             original(bucket, communication_data_type, **kwargs)
         else:
             reduce_and_scatter(self, self.fp8.context.counter, original, bucket, communication_data_type, **kwargs)
-
-    # What the engine calls, of all stages alike.
-
-    @property
-    def fp8_flag(self) -> OverflowFlag | None:
-        return self.fp8.masters.flag
-
-    @property
-    def fp8_is_exporting(self) -> bool:
-        return self.fp8.is_exporting
-
-    def fp8_dense(self) -> AbstractContextManager[dict[str, Tensor]]:
-        return self.fp8.dense()
-
-    def fp8_load(self) -> AbstractContextManager[None]:
-        return self.fp8.masters.load()
-
-    def fp8_export(self, wanted: bool, **options: Any) -> AbstractContextManager[None]:
-        return self.fp8.export(wanted, **options)
-
-    def fp8_set_bf16(self, names: Collection[str]) -> None:
-        self.fp8.set_bf16(names)
-
-    def fp8_resident_bytes(self) -> dict[str, int]:
-        return self.fp8.weights.resident_bytes()
-
-    def fp8_bound_sums(self) -> dict[int, float]:
-        states = self.fp8.masters.states
-        return {} if states is None else states.bound_sums()
-
-    def fp8_load_bound_sums(self, sums: dict[int, float]) -> None:
-        if (states := self.fp8.masters.states) is not None:
-            states.load_bound_sums(sums)

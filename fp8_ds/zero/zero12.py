@@ -9,34 +9,24 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
-from deepspeed.runtime.zero import stage_1_and_2
-from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, OPTIMIZER_TIMERS
 from torch import Tensor
 
 from fp8_ds.comm.gather import gather_runs
-from fp8_ds.errors import UnsupportedError
 from fp8_ds.nn.linear.parameter import retype
 from fp8_ds.nn.linear.payload import Fp8Payload
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.zero.flat_weights import FlatWeights, GroupWeights, Place, freeze
-from fp8_ds.zero.gradients12 import BucketedGradients, GradientsOfOneRank, ReleasedGradients, has_one_rank
+from fp8_ds.zero.gradients import BucketedGradients, GradientsOfOneRank, ReleasedGradients, has_one_rank
 from fp8_ds.zero.host import Host12
 from fp8_ds.zero.masters12 import Fp32Masters12, SplitMasters12
-from fp8_ds.zero.norm import overflow_flag
-from fp8_ds.zero.one_pass import OnePassAdam, Work, pieces_of_master
-from fp8_ds.zero.release import ReleaseUpdater
-from fp8_ds.zero.split_states import SplitStates
+from fp8_ds.zero.release import ReleaseUpdater, make_release
 from fp8_ds.zero.stage import Fp8Context, offload_weights, reload_weights, split_lp_params
-
-GATHER_TIMER, _, STEP_TIMER = OPTIMIZER_TIMERS
-Update = Callable[[], bool]
-"""Updates the masters from the reduced gradients, and then the host's numbers; returns whether weights may differ."""
+from fp8_ds.zero.step import Step12, expect_patched_gather
 
 
 class OwnedGroups(list[Tensor]):
@@ -49,9 +39,6 @@ class Zero12:
     """FP8 of the optimizer `host`. Collective, here and in all methods that gather.
 
     Attributes:
-        adam: our step of fp32 states; None: it is DeepSpeed's.
-        release: updates weights during the backward; None without gradient release.
-        in_step: whether DeepSpeed's own step runs.
         is_exporting: whether readers get bf16 of the masters.
     """
 
@@ -59,9 +46,8 @@ class Zero12:
         self.host = host
         self.context = context
         self.weights = FlatWeights(host, context.counter)
-        self.in_step = self.is_exporting = False
+        self.is_exporting = False
         names = {id(p): name for name, p in context.trainable.items()}
-        self._names = {id(p): name for p, name in host.param_names.items()}
         params = [p for group in host.round_robin_bit16_groups for p in group if id(p) in names]
         has_states = context.config.optimizer.states == "fp8"
         self.masters: Fp32Masters12 | SplitMasters12 = (SplitMasters12 if has_states else Fp32Masters12)(
@@ -78,21 +64,16 @@ class Zero12:
         self.masters.start()
         self.refresh(is_step=False)
         self.masters.manage()
-        self.adam = OnePassAdam(host) if not has_states and context.config.has_fix("adam_step") else None
-        self.release: ReleaseUpdater | None = None
-        self.gradients = self._make_gradients(context)
+        states, num_parameters = self.masters.states, sum(map(len, host.bit16_groups))
+        release = None if states is None else make_release(host, context, states, num_parameters)
+        self.step = Step12(host, context, states, release, self.weights, self.refresh)
+        self.gradients = self._make_gradients(release)
 
-    def _make_gradients(self, context: Fp8Context) -> BucketedGradients:
-        host, states = self.host, self.masters.states
-        if states is not None and context.config.optimizer.releases(host.clip_grad):
-            indices = {name: index for index, name in enumerate(states.names)}
-            num_parameters = sum(map(len, host.bit16_groups))
-            self.release = context.release = ReleaseUpdater(
-                states.core, num_parameters, indices, host.dp_process_group, host.clip_grad
-            )
-            states.alike = self.release.alike
-            return ReleasedGradients(host, self.release, self._names)
-        takes_them = states is not None or (self.adam is not None and self.adam.knows_it)
+    def _make_gradients(self, release: ReleaseUpdater | None) -> BucketedGradients:
+        host, adam = self.host, self.step.adam
+        if release is not None:
+            return ReleasedGradients(host, release)
+        takes_them = self.masters.states is not None or (adam is not None and adam.knows_it)
         return GradientsOfOneRank(host) if takes_them and has_one_rank(host) else BucketedGradients(host)
 
     def _take_group(self, i: int, names: dict[int, str], first: int) -> int:
@@ -152,106 +133,6 @@ class Zero12:
         """
         self.weights.set_bf16(names, self.masters.fill_bf16_as_written)
 
-    def step(self, original: Callable[[Any], None], closure: Any) -> None:
-        """Update all masters straight from the reduced gradients; then gather FP8 and bf16.
-
-        `host.overflow`: a gradient was infinite or NaN, nothing has changed. With FP8 states it is true at once with
-        `bf16.check_grad_overflow`, DeepSpeed's default; without it, the host does not wait for the device and learns of
-        it one step late. With gradient release: some bucket was skipped.
-
-        Args:
-            original: DeepSpeed's step, which runs where our own has no such optimizer.
-
-        Raises:
-            UnsupportedError: the gather is DeepSpeed's own again. Nothing has changed.
-        """
-        if self.masters.states is None:
-            expect_patched_gather()
-        host, update = self.host, self._update()
-        if update is None:
-            self._step_of_deepspeed(original, closure)
-            return
-        host.micro_step_id = INITIAL_MICRO_STEP_ID
-        host.timers(STEP_TIMER).start()
-        is_new = update()
-        host.timers(STEP_TIMER).stop()
-        host.timers(GATHER_TIMER).start()
-        if is_new:
-            self.refresh(is_step=True)
-        host.timers(GATHER_TIMER).stop()
-        host.timers.log(OPTIMIZER_TIMERS)
-
-    def _update(self) -> Update | None:
-        states = self.masters.states
-        if states is not None:
-            return partial(self._update_released if self.release is not None else self._update_split, states)
-        if self.adam is None or self.adam.is_left_to_deepspeed(self.host.single_partition_of_fp32_groups):
-            return None
-        return partial(self._update_dense, self.adam)
-
-    def _step_of_deepspeed(self, original: Callable[[Any], None], closure: Any) -> None:
-        """Run DeepSpeed's step with our gather. A skipped step leaves weights, scales and histories untouched."""
-        self.in_step = True
-        try:
-            original(closure)
-        finally:
-            self.in_step = False
-        self._forget_skipped()
-
-    def _forget_skipped(self) -> None:
-        if self.host.overflow and self.context.history is not None:
-            self.context.history.amax_local.zero_()
-
-    def _update_dense(self, adam: OnePassAdam) -> bool:
-        host, masters = self.host, self.host.single_partition_of_fp32_groups
-        self._drop_gradients_of_others()
-        gradients = [(host.averaged_gradients[i], host.params_in_partition[i]) for i in range(len(masters))]
-        pieces = [list(pieces_of_master(*pair)) for pair in gradients]
-        adam.run(list(map(Work, masters, host.optimizer.param_groups, pieces)), waits=host.check_grad_overflow)
-        host._lazy_init_hp_params_optimizer_state()
-        self._drop_gradients()
-        self._forget_skipped()
-        return not host.overflow
-
-    def _update_split(self, states: SplitStates) -> bool:
-        self.weights.point_params(keep_values=True)  # what a user assigns is the master, as what he writes in place
-        self._drop_gradients_of_others()
-        norm = states.update(*self._shard_gradients(states))
-        states.end_step(norm, waits=self.host.check_grad_overflow)
-        self._drop_gradients()
-        return not states.is_skipped()
-
-    def _update_released(self, states: SplitStates) -> bool:
-        """End a step whose updates are done."""
-        assert self.release is not None
-        norm = self.release.finish(self.context.history)
-        states.flag.send(overflow_flag(norm))
-        states.end_step(norm, waits=self.host.check_grad_overflow)
-        return True
-
-    def _shard_gradients(self, states: SplitStates) -> tuple[list[Tensor], list[Any]]:
-        """Return this rank's reduced gradients, 1-D, one per shard, and their parameters."""
-        host, by_name = self.host, {}
-        for i, params in enumerate(host.params_in_partition):
-            pieces = [g for g in host.averaged_gradients[i] if not getattr(g, "_zero_padding", False)]
-            for p, grad in zip(params, pieces, strict=False):  # DeepSpeed may put a piece of padding last
-                by_name[self._names[id(p)]] = (grad.reshape(-1), p)
-        found = [by_name[shard.name] for shard in states.core.shards]
-        for (grad, _), shard in zip(found, states.core.shards, strict=True):
-            assert grad.numel() == shard.numel, (shard.name, grad.numel(), shard.numel)
-        return [grad for grad, _ in found], [p for _, p in found]
-
-    def _drop_gradients_of_others(self) -> None:
-        """Free gradients of parameters of which this rank updates nothing."""
-        for p in chain.from_iterable(self.host.params_not_in_partition):
-            p.grad = p.grad_accum = None
-
-    def _drop_gradients(self) -> None:
-        for i, params in enumerate(self.host.params_in_partition):
-            for p in params:
-                p.grad = p.grad_accum = None
-            self.host.averaged_gradients[i] = self.host.all_grad_tensors[i] = None
-
     @contextmanager
     def dense(self) -> Iterator[dict[str, Tensor]]:
         """Make masters dense float32 inside the block; moments put into `optimizer.state` stay there.
@@ -277,8 +158,18 @@ class Zero12:
         with self.dense():
             original(*args, **kwargs)
             self.refresh(is_step=False)
-        if self.adam is not None:
-            self.adam.forget_counts()
+        if self.step.adam is not None:
+            self.step.adam.forget_counts()
+
+    def load(self) -> AbstractContextManager[None]:
+        """Make values written into FP8 weights inside the block their masters, bit for bit."""
+        return self.masters.load()
+
+    def resident_bytes(self) -> dict[str, int]:
+        """Return this rank's bytes of FP8 weights and of bf16 parameters, and how many weights are FP8."""
+        num_frozen = sum(p.numel() for p in self.context.frozen.values())  # in no partition
+        found = self.weights.resident_bytes()
+        return found | {key: found[key] + num_frozen for key in ("fp8", "num_fp8_weights")}
 
     def restore_masters(self) -> None:
         """Set masters from the model's weights, where these are the newer (a module-only load)."""
@@ -369,15 +260,6 @@ def _write(zero: weakref.ref[Zero12], place: Place, value: Tensor) -> None:
     owner.masters.write(place, value.contiguous().view(-1))
 
 
-def expect_patched_gather() -> None:
-    """Raise if DeepSpeed's gather is its own again: it would gather meta tensors, some backends in silence."""
-    if not hasattr(stage_1_and_2.all_gather_dp_groups, "fp8_ds_original"):
-        raise UnsupportedError(
-            "fp8_ds.uninstall(): expected no engine in FP8 of ZeRO 1 or 2 in use after it, got a step of one, or a "
-            "load. No weight was changed. Call it after engine.destroy() of the last of them."
-        )
-
-
 def patched_all_gather(original: Any) -> Any:
     """Wrap `all_gather_dp_groups`: an FP8 optimizer's groups go to their owner, all others to DeepSpeed's own."""
 
@@ -385,7 +267,7 @@ def patched_all_gather(original: Any) -> Any:
         if isinstance(groups_flat, OwnedGroups):
             owner = groups_flat.owner()
             assert owner is not None
-            return owner.refresh(is_step=owner.in_step)
+            return owner.refresh(is_step=owner.step.in_deepspeed)
         return original(groups_flat, *args, **kwargs)
 
     all_gather_dp_groups.fp8_ds_original = original  # type: ignore[attr-defined]

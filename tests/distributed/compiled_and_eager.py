@@ -195,7 +195,8 @@ def observe(
         else:
             engine.load_checkpoint(folder, tag=str(step))
             # DeepSpeed (0.19.8) unlinks moments from parameters in a load, and links them once in an engine's life.
-            if getattr(engine.optimizer, "fp8_flag", None) is None:  # FP8 states are linked for good
+            fp8 = getattr(engine.optimizer, "fp8", None)
+            if fp8 is None or fp8.masters.states is None:  # FP8 states are linked for good
                 engine.optimizer._hp_optimizer_states_linked = False
         # Moments are there from the first step on.
         state = test_checkpoint.snapshot(engine) if step else None

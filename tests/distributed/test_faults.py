@@ -16,7 +16,6 @@ from support.late_flag import states_of
 from support.ranks import RankError, RankPool
 
 from fp8_ds.checkpoint import folders
-from fp8_ds.zero.one_pass import step_of
 
 pytestmark = pytest.mark.distributed
 
@@ -63,7 +62,7 @@ def arm(engine: Any, moment: str, fate: Callable[..., None]) -> None:
     elif moment == "step":  # between the reduction of gradients and the update
         has_fp8_states = engine.fp8.config.optimizer.states == "fp8"
         zero = engine.optimizer
-        owner, name = (states_of(zero).core, "begin") if has_fp8_states else (step_of(zero), "_state")
+        owner, name = (states_of(zero).core, "begin") if has_fp8_states else (zero.fp8.step.adam, "_state")
         assert hasattr(owner, name) and not engine.fp8.config.optimizer.release
         setattr(owner, name, fate)
     elif moment == "save":

@@ -96,7 +96,7 @@ def test_a_run_that_goes_back_counts_from_there(folder: str) -> None:
     engine.save_checkpoint(folder)
     first = training.train(engine, 3, 2)
     engine.load_checkpoint(folder)
-    assert not engine.optimizer.fp8.adam._counts  # a load may write into the same tensor, past its version
+    assert not engine.optimizer.fp8.step.adam._counts  # a load may write into the same tensor, past its version
     assert training.train(engine, 3, 2) == first
     training.destroy(engine)
 
@@ -120,14 +120,14 @@ def test_schedulers_leave_the_pass_alone_and_steps_that_a_user_replaced_run() ->
     zero, calls = engine.optimizer, []
     optimizer, masters = zero.optimizer, zero.single_partition_of_fp32_groups
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    assert zero.fp8.adam.why_not(masters) is None
+    assert zero.fp8.step.adam.why_not(masters) is None
     own = optimizer.step
     optimizer.step = lambda *args: (calls.append(1), own(*args))
-    assert "replaced" in zero.fp8.adam.why_not(masters)
+    assert "replaced" in zero.fp8.step.adam.why_not(masters)
     training.train(engine, 1)
     assert calls == [1]
     optimizer.step = own
     hook = register_optimizer_step_post_hook(lambda *args: None)
-    assert "hooks" in zero.fp8.adam.why_not(masters)
+    assert "hooks" in zero.fp8.step.adam.why_not(masters)
     hook.remove()
     training.destroy(engine)

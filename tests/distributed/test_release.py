@@ -232,7 +232,7 @@ def test_readers_of_freed_gradients_raise_on_all_ranks_by_name(stage: int) -> No
     from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 
     engine = build(stage, block("e4m11", True), TINY)
-    with engine.optimizer.fp8_dense():  # as in a load, in which DeepSpeed links its own readers
+    with engine.optimizer.fp8.dense():  # as in a load, in which DeepSpeed links its own readers
         pass
     engine.backward(engine(training.micro_batches(0, 2)[dist.get_rank()]))
     for name, p in engine.module.named_parameters():

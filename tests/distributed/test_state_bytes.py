@@ -38,15 +38,14 @@ def bytes_of(tensors: list[Tensor]) -> int:
 
 def measured_parts(engine: Any) -> dict[str, int]:
     """What the engine's own tensors take."""
-    optimizer, resident = engine.optimizer, engine.optimizer.fp8_resident_bytes()
+    optimizer, resident = engine.optimizer, engine.optimizer.fp8.resident_bytes()
     stage3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
     parts = {"weights": resident["fp8"] + resident["hp"], "gathered": resident.get("persistent", 0)}
     if stage3 and dist.get_world_size() == 1:
         parts["gathered"] = 0  # the shard is the whole weight
     if not stage3:
         frozen = [p for p in engine.module.parameters() if not p.requires_grad]
-        payloads = [p._fp8 for p in engine.fp8.frozen.values()]
-        parts["weights"] += bytes_of([p for p in frozen if not hasattr(p, "_fp8")] + [p.data for p in payloads])
+        parts["weights"] += bytes_of([p for p in frozen if not hasattr(p, "_fp8")])
     masters = optimizer.fp32_partitioned_groups_flat if stage3 else optimizer.single_partition_of_fp32_groups
     parts["master"] = bytes_of([master.detach() for master in masters])
     if hasattr(optimizer.optimizer, "core"):

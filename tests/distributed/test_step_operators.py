@@ -45,16 +45,16 @@ def operators(stage: int, fp8: dict[str, Any] | None, num_blocks: int) -> dict[s
     refresh: list[str] = []
     with _Names() as mode:
         if fp8 is not None:
-            zero = engine.optimizer
-            owner, name = (zero, "_fp8_refresh") if config["zero_optimization"]["stage"] == 3 else (zero.fp8, "refresh")
-            stock = getattr(owner, name)
+            zero = engine.optimizer.fp8
+            owner: Any = zero if config["zero_optimization"]["stage"] == 3 else zero.step
+            stock = owner.refresh
 
             def noted(*args: Any, **kwargs: Any) -> None:
                 first = len(mode.names)
                 stock(*args, **kwargs)
                 refresh.extend(mode.names[first:])
 
-            setattr(owner, name, noted)
+            owner.refresh = noted
         engine.step()
     training.destroy(engine)
     return {"step": mode.names, "refresh": refresh}

@@ -257,7 +257,7 @@ def fp8_state(engine: Any) -> dict[str, tuple[Tensor, Tensor]]:
     for name, p in engine.fp8.weights.items():
         payload = p._fp8
         if hasattr(p, "ds_id"):
-            shards = engine.optimizer._fp8_shards
+            shards = engine.optimizer.fp8.shards
             if payload.data is None:
                 shards.gather(shards.of([p])).wait()
             data = payload.data.clone()

@@ -25,4 +25,4 @@ def flag_late(optimizer: Any) -> None:
 
 def states_of(optimizer: Any) -> Any:
     """The `SplitStates` of an optimizer with FP8 states."""
-    return optimizer.fp8.masters.states if hasattr(optimizer, "fp8") else optimizer._fp8_split
+    return optimizer.fp8.masters.states

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from fp8_ds.comm.collectives import ByteCounter
 from fp8_ds.nn.linear.payload import TENSOR
 from fp8_ds.numerics.formats import E4M3
-from fp8_ds.zero.sharded import Fp8Shards, InFlight, ShardedWeight
+from fp8_ds.zero.gather3 import InFlight
+from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight
 from fp8_ds.zero.weights import Part, WeightQuantizer
 
 
@@ -63,6 +64,12 @@ class _Gathered:
         self.gather(self.params)
 
 
+def refresh(shards: Any) -> None:
+    """What a step does with new masters."""
+    shards.scales.refresh(is_step=True)
+    shards.refresh_bf16()
+
+
 def fp8_shards(params: list[Any], masters: list[Tensor], num_fp8: int) -> Fp8Shards:
     """The first `num_fp8` of `params` in FP8, quantised from their float32 `masters`, one behind the other."""
     counter, group, module = ByteCounter(), params[0].ds_process_group, nn.Module()
@@ -75,10 +82,10 @@ def fp8_shards(params: list[Any], masters: list[Tensor], num_fp8: int) -> Fp8Sha
     for index, (p, master, shard) in enumerate(zip(chosen, masters, flat.split(sizes), strict=False)):
         weight = ShardedWeight(f"weight{index}", p, index, quantizer)
         weight.shard = shard
-        weight.source = master.flatten()[weight.start :][: weight.num_real].clone()
+        weight.point(weight.elements.narrow(master.flatten()).clone())
         shards.add(weight)
-    quantizer.set_parts([Part(w.source, w.shard[: w.num_real], w.start) for w in shards.weights])
-    shards.refresh(is_step=False)
+    quantizer.set_parts([Part(w.source, w.own_bytes, w.elements.start) for w in shards.weights])
+    refresh(shards)
     for weight in shards.weights:
         weight.drop_bf16()
     return shards

@@ -19,7 +19,6 @@ from fp8_ds.optim.zero_adamw import ZeroAdamW
 from fp8_ds.zero.stage import Fp8Context
 from fp8_ds.zero.stage3 import Fp8ZeroStage3
 from fp8_ds.zero.stage12 import Fp8ZeroStage12
-from fp8_ds.zero.states3 import Fp8StatesStage3
 from fp8_ds.zero.weights import virtual_flat
 from support.zero3_host import sharded_parameter
 
@@ -200,7 +199,7 @@ class Host3(_Host):
         self.averaged_gradients[0] = [whole.chunk(dist.get_world_size())[dist.get_rank()] for whole in padded.values()]
 
     def weights(self) -> dict[str, tuple[Tensor, Tensor]]:
-        found, shards = {}, self._fp8_shards  # type: ignore[attr-defined]
+        found, shards = {}, self.fp8.shards  # type: ignore[attr-defined]
         for name in WEIGHTS:
             p = self.params[name]
             shards.gather(shards.of([p])).wait()
@@ -230,13 +229,18 @@ class Host3(_Host):
         return whole[: p.ds_numel].view(p.ds_shape)
 
     def _get_fp32_opt_state_partition(self, p: Any, release: bool, key: str | None = None) -> tuple[Tensor, int]:
-        row, start = self._fp8_places[id(p)]  # type: ignore[attr-defined]
+        row, start = self.fp8.flat.place(p)  # type: ignore[attr-defined]
         return self.fp32_partitioned_groups_flat[row].narrow(0, start, p.ds_tensor.ds_numel), row
 
-    def _pre_step(self) -> None:
-        pass
+    def step(self, closure: Any = None) -> None:
+        raise AssertionError("DeepSpeed's own step runs")
 
-    _post_step = _partition_all_parameters = zero_grad = lambda self, *args, **keys: None
+    def set_full_hp_param(self, value: Tensor, p: Any, key: str | None = None) -> None:
+        raise AssertionError("DeepSpeed's own masters are written")
+
+    set_local_hp_param = set_full_hp_param
+    _pre_step = _post_step = _partition_all_parameters = zero_grad = lambda self, *args, **keys: None
+    _reassign_or_swap_out_partitioned_parameters = lambda self, group: None  # noqa: E731
 
 
 class Zero12(Fp8ZeroStage12, Host12):
@@ -244,10 +248,6 @@ class Zero12(Fp8ZeroStage12, Host12):
 
 
 class Zero3(Fp8ZeroStage3, Host3):
-    pass
-
-
-class States3(Fp8StatesStage3, Host3):
     pass
 
 
@@ -261,6 +261,5 @@ def zero_optimizer(
         block: the "fp8" block.
     """
     config = Fp8Config.from_block({"enabled": True, "preset": None, **block})
-    with_states = config.optimizer.states == "fp8"
-    kinds: dict[bool, tuple[type, type]] = {False: (Zero12, Zero3), True: (Zero12, States3)}
-    return kinds[with_states][stage == 3](values_of(shapes), config, frozen or {})
+    kind: type = Zero3 if stage == 3 else Zero12
+    return kind(values_of(shapes), config, frozen or {})

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _GROUP = 128  # elements of a moment scale: numerics/moments.py
-_ALIGNMENT = {True: 16, False: 8}  # elements, of FP8 weights and others: zero/compact_buffer.py, zero/stage3.py
+_ALIGNMENT = {True: 16, False: 8}  # elements, of FP8 weights and others: zero/flat_weights.py, zero/sharded.py
 _RANK_ALIGNMENT = 2  # DeepSpeed pads a flat group to this many elements a rank (nccl_start_alignment_factor)
 _LOW_BYTES = {"e4m19": 2, "e4m11": 1}
 _HP_LOW_BYTES = 1

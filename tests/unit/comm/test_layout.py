@@ -10,8 +10,7 @@ from support.properties import settled
 
 from fp8_ds.comm.gather import gathered_bytes
 from fp8_ds.comm.layout import CompactLayout, ShardRange, compact_layout
-from fp8_ds.zero.compact_buffer import FP8_ALIGNMENT, HP_ALIGNMENT
-from fp8_ds.zero.flat_weights import _HP_FREE_BYTES
+from fp8_ds.zero.flat_weights import _HP_FREE_BYTES, FP8_ALIGNMENT, HP_ALIGNMENT
 
 Group = tuple[list[int], list[int], int, int, int]
 """starts, numels, partition size, number of ranks, alignment."""

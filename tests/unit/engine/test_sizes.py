@@ -53,7 +53,7 @@ class Rank:
         self.precision = LayerPrecision(self.model, lambda names: None, ScheduleConfig(), None, self.said.append)
         self.engine = SimpleNamespace(
             module=self.model,
-            optimizer=None,
+            optimizer=SimpleNamespace(fp8=SimpleNamespace(step=SimpleNamespace(adam=None))),
             device=torch.device(device),
             is_compiled=False,
             global_steps=0,

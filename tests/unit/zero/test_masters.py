@@ -63,7 +63,7 @@ def written(stage: int, recipe: str) -> None:
     assert_follow(zero, recipe, values | {"up": new("up").float()})
     assert_same(zero.masters(), values)
     for name in ("up", "down", ""):  # switched to bf16 and back
-        zero.fp8_set_bf16({name})
+        zero.fp8.set_bf16({name})
         if stage == 3 or name == "up":
             assert torch.equal(zero.read("up") if stage == 3 else zero.params["up"]._fp8.hp, new("up"))
     step(zero, stage)
@@ -122,12 +122,12 @@ def test_refreshed_masters_are_what_was_written_and_not_its_rounding_to_fp8(stag
 
 def exported_and_loaded() -> None:
     zero, values = zero_optimizer(2, RAGGED), values_of(RAGGED)
-    with zero.fp8_export(wanted=True):
+    with zero.fp8.export(wanted=True):
         assert_same({n: zero.read(n).cpu() for n in RAGGED}, {n: v.bfloat16() for n, v in values.items()})
-    with zero.fp8_export(wanted=False):
+    with zero.fp8.export(wanted=False):
         assert zero.params["up"].detach().is_meta
     zero.params["gain"].data = torch.zeros(RAGGED["gain"], dtype=torch.bfloat16)  # as user code may
-    with zero.fp8_load():
+    with zero.fp8.load():
         for name in RAGGED:
             zero.write(name, lambda _, name=name: new(name))
     loaded = {name: new(name).float() for name in RAGGED}

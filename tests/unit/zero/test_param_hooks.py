@@ -12,7 +12,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from support.inputs import many_scales
 from support.threads import on_threads
-from support.zero3_host import fp8_shards, sharded_parameter
+from support.zero3_host import fp8_shards, refresh, sharded_parameter
 from torch import Tensor
 
 from fp8_ds.comm import collectives
@@ -136,13 +136,10 @@ def read_and_written() -> None:
     value = masters()[1].clone()
     value[0, 0] = (4 * value.abs().max()).bfloat16()
     scale, scale_inv = scale_from_amax(value.abs().max(), E4M3.max)
-    own = quantize(value, scale, E4M3).view(torch.uint8).flatten()[weight.start :][: weight.num_real]
-    assert (
-        torch.equal(weight.shard.view(torch.uint8)[: weight.num_real], own)
-        and float(weight.payload.scale_inv) == scale_inv
-    )
+    own = quantize(value, scale, E4M3).view(torch.uint8).flatten()[weight.elements.start : weight.elements.stop]
+    assert torch.equal(weight.own_bytes.view(torch.uint8), own) and float(weight.payload.scale_inv) == scale_inv
     assert (weight.bf16_shard is Bf16Shard.WRITTEN) == (dist.get_rank() == 0)
-    shards.refresh(is_step=True)  # the master is what it was
+    refresh(shards)  # the master is what it was
     assert weight.bf16_shard is Bf16Shard.ABSENT
     assert torch.equal(weight.shard.view(torch.uint8), before)
 
@@ -175,11 +172,11 @@ def walk_through_states() -> None:
     weight.set_bf16(False)
     assert bool(p.ds_tensor.isnan().all()) == (dist.get_rank() != 0)  # what was written counts until the next step
     weight.set_bf16(True)
-    shards.refresh(is_step=True)
+    refresh(shards)
     assert weight.bf16_shard is Bf16Shard.KEPT and not bool(p.ds_tensor.isnan().any())
     weight.set_bf16(False)
     write_first(p)
-    shards.refresh(is_step=True)
+    refresh(shards)
     assert weight.bf16_shard is Bf16Shard.ABSENT and bool(p.ds_tensor.isnan().all())
 
 

@@ -8,7 +8,7 @@ import torch
 from deepspeed.utils import set_z3_leaf_modules
 from torch import nn
 
-from fp8_ds.zero.sharded import Fetch, InFlight, adjacent
+from fp8_ds.zero.gather3 import Fetch, InFlight, adjacent
 
 
 class Handle:

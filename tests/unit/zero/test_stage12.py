@@ -15,8 +15,8 @@ from fp8_ds.comm.collectives import ByteCounter
 from fp8_ds.comm.layout import ShardRange
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.numerics.formats import E4M3
-from fp8_ds.zero.compact_buffer import CompactBuffer, pieces_of
-from fp8_ds.zero.gradients12 import reduce_and_scatter
+from fp8_ds.zero.flat_weights import CompactBuffer, pieces_of
+from fp8_ds.zero.gradients import reduce_and_scatter
 
 SHAPES = [(3, 5), (40,), (2, 33), (7,)]
 NUM_RANKS = 3

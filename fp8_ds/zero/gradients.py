@@ -1,4 +1,4 @@
-"""Gradients of ZeRO-1 and 2 on their way to the step: buckets of DeepSpeed's, one rank, release; reduction in FP8.
+"""Gradients on their way to the step: DeepSpeed's buckets and shards, one rank, release; reduction in FP8.
 
 Each class has a method for each of DeepSpeed's that one of them replaces. `original` is DeepSpeed's own.
 """
@@ -12,13 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import Tensor
 
 from fp8_ds.comm.collectives import ByteCounter
-from fp8_ds.comm.reduce_scatter import reduce_scatter_fp8
+from fp8_ds.comm.reduce_scatter import reduce_scatter_fp8, reduce_scatter_fp8_shares
 from fp8_ds.errors import UnsupportedError
-from fp8_ds.zero.host import Host12
-from fp8_ds.zero.release import NO_GRADIENT, ReleaseUpdater, bucket_size, refuse_model_parallel
+from fp8_ds.zero.host import Host3, Host12
+from fp8_ds.zero.release import NO_GRADIENT, ReleaseUpdater, bucket_size
 
 Original = Callable[..., None]
 
@@ -94,26 +95,20 @@ class ReleasedGradients(BucketedGradients):
 
     Args:
         updater: of the optimizer's shards.
-        names: of parameters, by id.
-
-    Raises:
-        ConfigError: ranks of model parallelism would skip different buckets.
     """
 
-    def __init__(self, host: Host12, updater: ReleaseUpdater, names: dict[int, str]) -> None:
+    def __init__(self, host: Host12, updater: ReleaseUpdater) -> None:
         super().__init__(host)
-        refuse_model_parallel(host.model_parallel_group)
         copies = 3 if host.overlap_comm else 2  # one or two buckets, and what the reduction flattens
         host.reduce_bucket_size = min(host.reduce_bucket_size, bucket_size(copies, host.dtype))
         self._updater = updater
-        self._names = names
         self._ready: dict[str, Tensor] = {}
         self.link()
 
     def link(self) -> None:
         """Make readers of gradients raise on all ranks; DeepSpeed's own raise on the owners, while the others wait."""
         for p in (p for group in self._host.bit16_groups for p in group):
-            p.get_full_hp_grad = p.set_full_hp_grad = functools.partial(_no_gradient, self._names[id(p)])
+            p.get_full_hp_grad = p.set_full_hp_grad = functools.partial(_no_gradient, self._host.param_names[p])
 
     def process(self, original: Original, param: Any, i: int) -> None:
         """Put every gradient into a bucket at once, in stage 1 too."""
@@ -122,7 +117,7 @@ class ReleasedGradients(BucketedGradients):
             return
         # Stage 1 of DeepSpeed's own empties no bucket after a micro-batch that does not end the step: it would find two
         # gradients of a parameter in one, and say nothing of release.
-        self._updater.expect([self._names[id(param)]])
+        self._updater.expect([host.param_names[param]])
         host.setup_buckets()
         host.reduce_ready_partitions_and_remove_grads(param, i)
         for dtype, bucket in host.ipg_buckets.items():
@@ -136,7 +131,7 @@ class ReleasedGradients(BucketedGradients):
 
     def copy_in_partition(self, original: Original, param: Any, *args: Any) -> None:
         """Remember this rank's part of a reduced gradient for the update of its bucket."""
-        shard = param._hp_mapping.fp8_shard
+        shard = param._hp_mapping.shard
         grad = self._host.get_gradient_for_reduction(param).reshape(-1).narrow(0, shard.start, shard.numel)
         self._ready[shard.name] = grad
 
@@ -154,7 +149,7 @@ class ReleasedGradients(BucketedGradients):
             if host.overlap_comm and not get_accelerator().is_synchronized_device():
                 for grad in grads:  # those too large for the bucket's buffer are freed below
                     grad.record_stream(stream)
-            names = [self._names[id(p)] for p in params]
+            names = [self._host.param_names[p] for p in params]
             self._updater.update(names, self._ready, host.param_groups, host.loss_scale)
         self._ready = {}
         for p in params:
@@ -247,3 +242,78 @@ def _destination(host: Host12, ranks: Any) -> int:
             f'optimizer needs whole gradients on ranks {sorted(ranks)}. Set "reduce_scatter": "bf16".'
         )
     return int(next(iter(ranks)))
+
+
+class ShardedGradients:
+    """DeepSpeed's shards, added up in its buffer until the step."""
+
+    def partition(self, original: Callable[..., list[Tensor]], params: list[Any], parts: list[Tensor]) -> list[Tensor]:
+        return original(params, parts)
+
+    def read(self, original: Callable[..., Any], param: Any, release_swap_buffers: bool) -> Any:
+        return original(param, release_swap_buffers)
+
+    def offload(self, include: Any) -> Any:
+        """Return the states to be offloaded."""
+        return include
+
+
+class ReleasedGradientShards(ShardedGradients):
+    """Gradient release (zero/release.py): the copy of a bucket's shards into their buffer becomes their update.
+
+    Updates run on the stream of the reduction.
+    """
+
+    def __init__(self, host: Host3, updater: ReleaseUpdater) -> None:
+        self._host = host
+        self._updater = updater
+        self._numels = {shard.name: shard.numel for shard in updater.core.shards}
+
+    def partition(self, original: Callable[..., list[Tensor]], params: list[Any], parts: list[Tensor]) -> list[Tensor]:
+        """Update the parameters of a bucket from their reduced shards, and free their gradients."""
+        host = self._host
+        names = [host.param_names[p] for p in params]
+        pairs = zip(names, parts, strict=True)
+        grads = {name: part.reshape(-1)[: self._numels[name]] for name, part in pairs if name in self._numels}
+        self._updater.expect(names)
+        self._updater.update(names, grads, host.optimizer.param_groups, host.loss_scale)
+        for p in params:
+            if p.grad is not None and not get_accelerator().is_synchronized_device():
+                p.grad.record_stream(get_accelerator().current_stream())
+            p.grad = None
+        return []
+
+    def read(self, original: Callable[..., Any], param: Any, release_swap_buffers: bool) -> Any:
+        raise UnsupportedError(f"gradient of {self._host.param_names[param]}: {NO_GRADIENT}")
+
+    def offload(self, include: Any) -> Any:
+        """Return the states to be offloaded: not gradients, which have no buffer."""
+        wanted = set(OffloadStateTypeEnum) if include is None else set(include)
+        return wanted - {OffloadStateTypeEnum.lp_grads}
+
+
+@torch.no_grad()
+def average_and_scatter(
+    host: Host3,
+    counter: ByteCounter,
+    original: Callable[..., list[Tensor]],
+    params: list[Any],
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """Return this rank's shard of each averaged gradient of a bucket, without padding, reduced in FP8.
+
+    DeepSpeed fills the bucket, calls this on the stream of the reduction, and adds up what comes back. Its pre- and
+    post-division keep 16-bit sums in range and have no counterpart: the sum here is in float64
+    (`gradient_predivide_factor` is refused).
+
+    Returns:
+        in the accumulation dtype.
+    """
+    group = params[0].ds_process_group
+    num_ranks = dist.get_world_size(group)
+    if num_ranks == 1:
+        return original(params, dtype)
+    grads = [p.grad.reshape(-1) for p in params]
+    sums, num_bytes = reduce_scatter_fp8_shares(group, grads, host.gradient_accumulation_dtype, 1.0 / num_ranks)
+    counter.reduced += num_bytes
+    return sums
