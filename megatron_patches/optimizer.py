@@ -17,7 +17,7 @@ import torch
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.numerics.masters import BF16_8, BY_NAME, E4M11, E4M19
 from fp8_ds.numerics.predicted import check_betas
-from fp8_ds.optim.base import SMALLEST_EPS
+from fp8_ds.optim.adamw import SMALLEST_EPS
 from megatron_patches import compat, transposes
 from megatron_patches.recipes import cuda_graphs
 

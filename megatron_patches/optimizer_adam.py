@@ -13,7 +13,7 @@ from fp8_ds.comm.layout import ShardRange
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.numerics.predicted import PredictedScales
 from fp8_ds.ops.adamw import AdamShard
-from fp8_ds.optim.base import AdamOptimizer, check_group
+from fp8_ds.optim.adamw import AdamOptimizer, check_group
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.states import MOMENTS, FlatBuffer, allocate_lo, read_dense, write_dense
 

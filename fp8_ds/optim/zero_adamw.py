@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8_ds.errors import UnsupportedError
-from fp8_ds.optim.base import AdamOptimizer, check_group
+from fp8_ds.optim.adamw import AdamOptimizer, check_group
 from fp8_ds.optim.param_state import absorb_state
 from fp8_ds.optim.states import MOMENTS, dense_flat
 

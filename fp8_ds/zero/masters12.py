@@ -19,8 +19,17 @@ from fp8_ds.comm.layout import ShardRange
 from fp8_ds.nn.linear.payload import Fp8Payload
 from fp8_ds.numerics.masters import BF16_8
 from fp8_ds.ops.adamw import AdamShard
-from fp8_ds.optim.states import MOMENTS, FlatBuffer, allocate_lo, read_dense, weight_id, write_dense, write_first_codes
-from fp8_ds.optim.user_writes import overwrite, write_low
+from fp8_ds.optim.states import (
+    MOMENTS,
+    FlatBuffer,
+    allocate_lo,
+    overwrite,
+    read_dense,
+    weight_id,
+    write_dense,
+    write_first_codes,
+    write_low,
+)
 from fp8_ds.zero.flat_masters import FlatMasters12
 from fp8_ds.zero.flat_weights import CompactBuffer, FlatWeights, GroupWeights, Place
 from fp8_ds.zero.host import Host12

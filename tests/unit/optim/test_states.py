@@ -14,8 +14,7 @@ from fp8_ds.numerics.masters import BF16_8, E4M11, E4M19, FP32, MasterFormat, de
 from fp8_ds.numerics.predicted import pow2_scale_inv
 from fp8_ds.numerics.rounding import noise
 from fp8_ds.optim import states
-from fp8_ds.optim.states import encode_first
-from fp8_ds.optim.user_writes import write_low
+from fp8_ds.optim.states import encode_first, write_low
 
 FORMATS = pytest.mark.parametrize("fmt", [E4M19, E4M11], ids=lambda fmt: fmt.name)
 
