@@ -6,8 +6,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Callable, Hashable, Sequence
-from enum import IntEnum
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,23 +25,24 @@ _DIGEST_BITS = 24
 _KEPT_STEPS = 4
 
 
-class _Constant(IntEnum):
-    """Rows of a parameter group's constants in a step, computed on the host to save operators on the device."""
+class _Constants(NamedTuple):
+    """Numbers of a step that the host computes to save operators on the device: float64, by group or by row."""
 
-    BETA1 = 0
-    BETA2 = 1
-    RATIO = 2
-    """`beta1**2 / beta2`"""
-    LR = 3
-    ONE_MINUS_BETA1 = 4
-    ONE_MINUS_BETA2 = 5
-    ONE_MINUS_RATIO = 6
-    BOUND = 7
+    beta1: Tensor
+    beta2: Tensor
+    ratio: Tensor
+    """`beta1**2 / beta2`; powers of these first three are computed as one."""
+    one_minus_beta1: Tensor
+    one_minus_beta2: Tensor
+    one_minus_ratio: Tensor
+    bound_factor: Tensor
     """`(1 - beta1) / sqrt(1 - beta2)`"""
-    EPS = 8
-    WEIGHT_DECAY = 9
-    DECAY = 10
-    ZERO = 11
+    lr: Tensor
+    eps: Tensor
+    weight_decay: Tensor
+    decay: Tensor
+    """As `Hyper.DECAY`."""
+    zero: Tensor
 
 
 class StepCache(Generic[K, V]):
@@ -64,9 +64,8 @@ class StepCache(Generic[K, V]):
         """Return the value of `key`, made if there is none."""
         if key not in self._values:
             self._values[key] = make()
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            self._last_step[key] = float("inf")
-        self._last_step[key] = max(self._last_step.get(key, 0), self._step)
+        is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        self._last_step[key] = max(self._last_step.get(key, 0), math.inf if is_captured else self._step)
         return self._values[key]
 
     def next_step(self) -> None:
@@ -112,7 +111,7 @@ class AdamCore:
         self.step_count = torch.zeros(len(flats), dtype=torch.int64, device=device)
         self._row_groups = torch.tensor(list(row_groups), dtype=torch.long, device=device)
         self.sums = BoundSums(row_groups, device)
-        self._host_numbers: tuple[tuple[float, ...], ...] = ()
+        self._host_numbers: list[tuple[float, ...]] = []
         self._constants = self._digest = torch.zeros(0, dtype=torch.float32)
         self._no_skip = torch.zeros((), dtype=torch.int32, device=device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
@@ -167,14 +166,14 @@ class AdamCore:
             skip: int32, 0-dim; nothing happens unless it is 0; None: 0.
             moves: bool [num_rows], rows that take part; None: all.
         """
-        constants = self._device_constants(param_groups)  # first: it may raise, and nothing has changed then
+        self._update_constants(param_groups)  # first: it may raise, and nothing has changed then
         self.allocate()
         self._prepared.next_step()
         skip = self._no_skip if skip is None else skip
         taken = skip == 0
         steps = taken if moves is None else (taken & moves)
         self.step_count += steps
-        hyper = self._hyper(constants, steps)
+        hyper = self._hyper(steps)
         scales = self.scales
         if scales.num:
             rows = hyper.index_select(0, self._weight_rows)
@@ -221,57 +220,43 @@ class AdamCore:
         The sum that bounds an update exists from the first step on where a scheduler moves betas:
         torch.distributed.checkpoint loads only entries that a new run has, too.
         """
-        self._device_constants(param_groups)
+        self._update_constants(param_groups)
         self._end_constant_betas([_CYCLES_BETAS in group for group in param_groups])
 
-    def _hyper(self, constants: Tensor, steps: Tensor) -> Tensor:
-        """Return float32 [num_rows, 16] from float64 [len(_Constant), num_groups].
+    def _hyper(self, steps: Tensor) -> Tensor:
+        """Return float32 [num_rows, 16], columns as `Hyper`.
 
         Args:
             steps: bool [num_rows] or 0-dim: the rows that count the step.
         """
-        constants = constants.index_select(1, self._row_groups)
+        by_row = self._constants.index_select(1, self._row_groups)
+        c = _Constants(*by_row)
         t = self.step_count.clamp(min=1).double()
         # Each operator on these few numbers is one that the device waits for: one power of three bases.
-        corrections = 1 - constants[: _Constant.RATIO + 1] ** t
+        corrections = 1 - by_row[:3] ** t
         root_factor = corrections[0] * corrections[1].rsqrt()
-        factor, one_minus_ratio = constants[_Constant.BOUND], constants[_Constant.ONE_MINUS_RATIO]
-        constant = None if self.sums.all_moved else bound_of_powers(factor, one_minus_ratio, *corrections)
-        bound = self.sums.bound(constant, constants[_Constant.RATIO], factor, root_factor, steps)
-        columns = {
-            Hyper.LR: constants[_Constant.LR],
-            Hyper.BETA1: constants[_Constant.BETA1],
-            Hyper.BETA2: constants[_Constant.BETA2],
-            Hyper.ONE_MINUS_BETA1: constants[_Constant.ONE_MINUS_BETA1],
-            Hyper.ONE_MINUS_BETA2: constants[_Constant.ONE_MINUS_BETA2],
-            Hyper.EPS: constants[_Constant.EPS] * corrections[0],
-            Hyper.DECAY: constants[_Constant.DECAY],
-            Hyper.ROOT_FACTOR: root_factor,
-            Hyper.BOUND: bound,
-        }
-        unused = [constants[_Constant.ZERO]] * (Hyper.WIDTH - len(columns))
-        return torch.stack([columns[column] for column in sorted(columns)] + unused, dim=1).float()
+        constant = None if self.sums.all_moved else bound_of_powers(c.bound_factor, c.one_minus_ratio, *corrections)
+        bound = self.sums.bound(constant, c.ratio, c.bound_factor, root_factor, steps)
+        betas = (c.beta1, c.beta2, c.one_minus_beta1, c.one_minus_beta2)
+        columns = [c.lr, *betas, c.eps * corrections[0], c.decay, root_factor, bound]
+        return torch.stack([*columns, *[c.zero] * (Hyper.WIDTH - len(columns))], dim=1).float()
 
     def _end_constant_betas(self, groups: Sequence[bool]) -> None:
         """Compute the bound sum of these groups, whose steps so far all had the betas of `_constants`."""
         if self.sums.are_constant(groups) and self.has_moments:  # else there was no step
-            constants = self._constants.index_select(1, self._row_groups)
-            factor, one_minus_ratio = constants[_Constant.BOUND], constants[_Constant.ONE_MINUS_RATIO]
-            ratio_correction = 1 - constants[_Constant.RATIO] ** self.step_count.double()
-            self.sums.end_constant(groups, factor * factor * (ratio_correction / one_minus_ratio))
+            c = _Constants(*self._constants.index_select(1, self._row_groups))
+            ratio_correction = 1 - c.ratio ** self.step_count.double()
+            self.sums.end_constant(groups, c.bound_factor * c.bound_factor * (ratio_correction / c.one_minus_ratio))
 
     @torch.no_grad()
     def digest(self, param_groups: Sequence[dict[str, Any]]) -> Tensor:
         """Return float32 [24] of zeros and ones, on the device, from the groups' numbers except tensors."""
-        self._device_constants(param_groups)
+        self._update_constants(param_groups)
         return self._digest
 
-    def _device_constants(self, param_groups: Sequence[dict[str, Any]]) -> Tensor:
-        """Return float64 [len(_Constant), num_groups]; copied to the device when a number has changed.
-
-        A learning rate that is a tensor is read there.
-        """
-        host = tuple(_numbers_of(group) for group in param_groups)
+    def _update_constants(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Copy constants to the device when a number has changed; a learning rate that is a tensor is read there."""
+        host = [_numbers_of(group) for group in param_groups]
         if host != self._host_numbers:
             for group in param_groups:
                 check_betas(*group["betas"])
@@ -279,25 +264,23 @@ class AdamCore:
                 pairs = zip(self._host_numbers, host, strict=True)
                 self._end_constant_betas([old[_BETAS] != new[_BETAS] for old, new in pairs])
             # In float32, as the step has them: libraries of two hosts may differ in the last bit of a cosine.
-            number = zlib.crc32(torch.tensor(host, dtype=torch.float32).numpy().tobytes())
-            bits = [float(number >> place & 1) for place in range(_DIGEST_BITS)]
+            checksum = zlib.crc32(torch.tensor(host, dtype=torch.float32).numpy().tobytes())
+            bits = [float(checksum >> place & 1) for place in range(_DIGEST_BITS)]
             rows = zip(*(_constants_of(*numbers, decoupled=self.decoupled) for numbers in host), strict=True)
-            numbers = torch.tensor([*bits, *itertools.chain.from_iterable(rows)], dtype=torch.float64)
+            packed = torch.tensor([*bits, *itertools.chain.from_iterable(rows)], dtype=torch.float64)
             if self.device.type == "cuda":
-                numbers = numbers.pin_memory()
-            numbers = numbers.to(self.device, non_blocking=True)
-            self._digest = numbers[:_DIGEST_BITS].float()
-            self._constants = numbers[_DIGEST_BITS:].view(len(_Constant), len(host))
+                packed = packed.pin_memory()
+            packed = packed.to(self.device, non_blocking=True)
+            self._digest = packed[:_DIGEST_BITS].float()
+            self._constants = packed[_DIGEST_BITS:].view(-1, len(host))
             self._host_numbers = host
-        has_tensors = False
-        for index, group in enumerate(param_groups):
-            if isinstance(group["lr"], Tensor):
-                self._constants[_Constant.LR, index].copy_(group["lr"].reshape(()), non_blocking=True)
-                has_tensors = True
-        if has_tensors and self.decoupled:
-            lr, weight_decay = self._constants[_Constant.LR], self._constants[_Constant.WEIGHT_DECAY]
-            self._constants[_Constant.DECAY].copy_(1 - lr * weight_decay)
-        return self._constants
+        rates = {index: group["lr"] for index, group in enumerate(param_groups) if isinstance(group["lr"], Tensor)}
+        if rates:
+            c = _Constants(*self._constants)
+            for index, lr in rates.items():
+                c.lr[index].copy_(lr.reshape(()), non_blocking=True)
+            if self.decoupled:
+                c.decay.copy_(1 - c.lr * c.weight_decay)
 
 
 def _numbers_of(group: dict[str, Any]) -> tuple[float, ...]:
@@ -308,20 +291,9 @@ def _numbers_of(group: dict[str, Any]) -> tuple[float, ...]:
 def _constants_of(
     lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, *, decoupled: bool
 ) -> list[float]:
-    """Return the constants in the order of `_Constant`, each operation in float64, as on the device."""
+    """Return the constants in the order of `_Constants`, each operation in float64, as on the device."""
     ratio = beta1 * beta1 / beta2
-    constants = {
-        _Constant.BETA1: beta1,
-        _Constant.BETA2: beta2,
-        _Constant.RATIO: ratio,
-        _Constant.LR: lr,
-        _Constant.ONE_MINUS_BETA1: 1 - beta1,
-        _Constant.ONE_MINUS_BETA2: 1 - beta2,
-        _Constant.ONE_MINUS_RATIO: 1 - ratio,
-        _Constant.BOUND: (1 - beta1) / math.sqrt(1 - beta2),
-        _Constant.EPS: eps,
-        _Constant.WEIGHT_DECAY: weight_decay,
-        _Constant.DECAY: 1 - lr * weight_decay if decoupled else weight_decay,
-        _Constant.ZERO: 0.0,
-    }
-    return [constants[row] for row in _Constant]
+    bound_factor = (1 - beta1) / math.sqrt(1 - beta2)
+    decay = 1 - lr * weight_decay if decoupled else weight_decay
+    of_betas = [beta1, beta2, ratio, 1 - beta1, 1 - beta2, 1 - ratio, bound_factor]
+    return [*of_betas, lr, eps, weight_decay, decay, 0.0]
