@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import ParamsT
 
 from fp8_ds.comm.layout import ShardRange
 from fp8_ds.errors import UnsupportedError
@@ -37,7 +38,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         seed: seed of the rounding noise of 8-bit low parts.
     """
 
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], *, decoupled: bool, seed: int) -> None:
+    def __init__(self, params: ParamsT, defaults: dict[str, Any], *, decoupled: bool, seed: int) -> None:
         self.decoupled = decoupled
         self.seed = seed
         self._core: AdamCore | None = None
@@ -56,7 +57,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         """Work on the shards of `core`, whose rows are `flat_params` or, under Megatron, the groups."""
         self._core = core
 
-    def flat_params(self) -> list[Any]:
+    def flat_params(self) -> list[Tensor]:
         """Return the tensors in the param groups, in the order of rows."""
         return [p for group in self.param_groups for p in group["params"]]
 
@@ -72,7 +73,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         Raises:
             UnsupportedError: the optimizer is built already.
         """
-        if self._core is not None:
+        if self.has_core:
             raise UnsupportedError(
                 f"{type(self).__name__}.add_param_group: expected all groups at construction, got another one. Make a "
                 "new optimizer and load the state_dict of this one for the parameters they share."
@@ -102,6 +103,15 @@ class AdamOptimizer(torch.optim.Optimizer):
     def _load_states(self, saved_groups: Sequence[dict[str, Any]], states: Sequence[Mapping[str, Any] | None]) -> None:
         """Load groups, which are checked, and a state for each of `flat_params`."""
         raise NotImplementedError
+
+    def _state_dict_of(self, dense: Mapping[Tensor, dict[str, Tensor]]) -> dict[str, Any]:
+        """Return what torch's `state_dict` returns with `dense` in the place of `state`."""
+        held = self.state
+        self.state = defaultdict(dict, dense)
+        try:
+            return super().state_dict()
+        finally:
+            self.state = held
 
     def load_groups(self, saved_groups: Sequence[dict[str, Any]]) -> None:
         """Take over the options in the groups of a state_dict except masters' formats; no states.
@@ -158,7 +168,7 @@ class Fp8AdamW(AdamOptimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -171,7 +181,6 @@ class Fp8AdamW(AdamOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "master": None}
         super().__init__(params, defaults, decoupled=decoupled, seed=seed)
         self.check_finite = check_finite
-        self._params: list[ParamState] = []
         for group in self.param_groups:
             check_group(group)
         self._build()
@@ -185,13 +194,11 @@ class Fp8AdamW(AdamOptimizer):
             raise ValueError("params: expected every parameter once, got one twice. It would have two states.")
         device = chosen[0][0].device
         scales = PredictedScales(sum(fmt.is_fp8 for _, _, fmt in chosen), device)
-        flats, index = [], 0
+        flats, index, no_data = [], 0, torch.empty(0, dtype=torch.float32)
         for row, (p, _, fmt) in enumerate(chosen):
             if p.device != device:
                 raise ValueError(f"params: expected one device, got {device} and {p.device}. Use one optimizer each.")
-            shard = AdamShard(
-                f"parameter {row}", p.numel(), 0, row, row, index, fmt, torch.empty(0, dtype=torch.float32)
-            )
+            shard = AdamShard(f"parameter {row}", p.numel(), 0, row, row, index, fmt, hi=no_data)
             flats.append(FlatBuffer(row, p.numel(), [(ShardRange(0, p.numel()), shard)]))
             index += fmt.is_fp8
         core = AdamCore(flats, [g for _, g, _ in chosen], scales, device, self.decoupled, self.seed)
@@ -199,8 +206,8 @@ class Fp8AdamW(AdamOptimizer):
         amaxes = [amax_of(p.detach()) for p, _, fmt in chosen if fmt.is_fp8]
         if amaxes:
             scales.set(torch.stack(amaxes))
-        for (p, _, fmt), flat in zip(chosen, flats, strict=True):
-            self._adopt(p, flat.shards[0], fmt, scales)
+        for (p, _, _), shard in zip(chosen, core.shards, strict=True):
+            self._adopt(p, shard)
         self._params = [ParamState(core, row, p) for row, (p, _, _) in enumerate(chosen)]
 
     def _follow(self) -> None:
@@ -225,19 +232,16 @@ class Fp8AdamW(AdamOptimizer):
                 self.core.forget(row)
 
     @torch.no_grad()
-    def _adopt(self, p: Any, shard: AdamShard, fmt: MasterFormat, scales: PredictedScales) -> None:
-        flat = p.detach().reshape(-1) if p.is_contiguous() else p.detach().contiguous().view(-1)
-        if not fmt.is_split:
-            own = p.dtype == torch.float32 and p.is_contiguous()
-            shard.hi = flat if own else flat.float()
-            return
+    def _adopt(self, p: Tensor, shard: AdamShard) -> None:
+        """Set the master of a shard from `p`, in the memory of `p` where possible; retype `p` if its master is FP8."""
+        flat = p.detach().contiguous().view(-1)
         allocate_lo(shard, p.device)
-        if not fmt.is_fp8:
-            shard.hi = flat
+        if not shard.fmt.is_fp8:
+            shard.hi = flat if shard.fmt.is_split else flat.float()
             return
         shard.hi = torch.empty(p.numel(), dtype=torch.uint8, device=p.device)
+        scales, index = self.core.scales, shard.scale_index
         write_first(shard, flat, scales, self.seed)
-        index = shard.scale_index
         payload = Fp8Payload(shard.name, scales.scale[index], scales.scale_inv[index], p.dtype, p.device)
         payload.data = shard.hi.view(E4M3.torch_dtype).view(p.shape)
         payload.write = lambda value: self._overwrite(shard, value)
@@ -260,11 +264,10 @@ class Fp8AdamW(AdamOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self._follow()
-        grads = [_flat_grad(held.param) for held in self._params]
-        if all(grad is None for grad in grads):
-            return loss
-        core = self.core
+        core, grads = self.core, [_flat_grad(held.param) for held in self._params]
         present = [grad for grad in grads if grad is not None]
+        if not present:
+            return loss
         skip = _has_nonfinite(present) if self.check_finite else None
         moves = None
         if len(present) < len(grads):
@@ -285,17 +288,13 @@ class Fp8AdamW(AdamOptimizer):
         "master" (float32) is there where it is not the parameter, and with it "scale_inv" (0-dim) where the parameter
         is FP8. Such a parameter has a state of zeros before the first step, too.
         """
-        held = self.state
         self._follow()
         self.core.follow(self.param_groups)
         # Before the first step a parameter is its master, but for FP8's first one, of which it is the high part.
         has_moments = self.core.has_moments
-        dense = {entry.param: dict(entry) for entry in self._params if has_moments or entry.shard.fmt.is_fp8}
-        self.state = defaultdict(dict, dense)
-        try:
-            return super().state_dict()
-        finally:
-            self.state = held
+        return self._state_dict_of(
+            {held.param: dict(held) for held in self._params if has_moments or held.shard.fmt.is_fp8}
+        )
 
     def _load_states(self, saved_groups: Sequence[dict[str, Any]], states: Sequence[Mapping[str, Any] | None]) -> None:
         checked = [
@@ -340,7 +339,7 @@ def check_group(group: dict[str, Any]) -> None:
             )
 
 
-def _format_of(p: Any, group: dict[str, Any]) -> MasterFormat:
+def _format_of(p: Tensor, group: dict[str, Any]) -> MasterFormat:
     if p.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"params: expected float32 or bf16, got {p.dtype} of shape {tuple(p.shape)}.")
     master = group["master"]
@@ -351,7 +350,7 @@ def _format_of(p: Any, group: dict[str, Any]) -> MasterFormat:
     return BF16_8 if master is None else BY_NAME[master]
 
 
-def _flat_grad(p: Any) -> Tensor | None:
+def _flat_grad(p: Tensor) -> Tensor | None:
     if p.grad is None:
         return None
     if p.grad.is_sparse:

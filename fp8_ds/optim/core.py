@@ -11,9 +11,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from fp8_ds.numerics.moments import GROUP
 from fp8_ds.numerics.predicted import BoundSums, PredictedScales, bound_of_powers, check_betas
 from fp8_ds.ops.adamw import AdamShard, AdamStep, Hyper, StepInputs, prepare
-from fp8_ds.optim.states import FlatBuffer, allocate_moments, has_moments
+from fp8_ds.optim.states import FlatBuffer, has_moments
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -74,10 +75,6 @@ class StepCache(Generic[K, V]):
         for key in [key for key, step in self._last_step.items() if step < self._step - _KEPT_STEPS]:
             del self._values[key], self._last_step[key]
 
-    def clear(self) -> None:
-        self._values.clear()
-        self._last_step.clear()
-
 
 class AdamCore:
     """Step counts, hyperparameters, scales and shards of Adam.
@@ -135,7 +132,10 @@ class AdamCore:
         """Allocate moments of zeros where there are none yet."""
         for shard in self.shards:
             if not has_moments(shard):
-                allocate_moments(shard, self.device)
+                shard.m = torch.zeros(shard.num_groups * GROUP, dtype=torch.uint8, device=self.device)
+                shard.v = torch.zeros(shard.num_groups * GROUP, dtype=torch.uint8, device=self.device)
+                shard.m_scale_inv = torch.zeros(shard.num_groups, dtype=torch.float32, device=self.device)
+                shard.v_scale_inv = torch.zeros(shard.num_groups, dtype=torch.float32, device=self.device)
 
     @torch.no_grad()
     def forget(self, row: int) -> None:
@@ -148,7 +148,7 @@ class AdamCore:
 
     def moved(self) -> None:
         """Drop the tables of addresses, because tensors of shards have moved."""
-        self._prepared.clear()
+        self._prepared = StepCache()
 
     @torch.no_grad()
     def begin(
@@ -266,7 +266,7 @@ class AdamCore:
             # In float32, as the step has them: libraries of two hosts may differ in the last bit of a cosine.
             checksum = zlib.crc32(torch.tensor(host, dtype=torch.float32).numpy().tobytes())
             bits = [float(checksum >> place & 1) for place in range(_DIGEST_BITS)]
-            rows = zip(*(_constants_of(*numbers, decoupled=self.decoupled) for numbers in host), strict=True)
+            rows = zip(*(_constants_of(numbers, decoupled=self.decoupled) for numbers in host), strict=True)
             packed = torch.tensor([*bits, *itertools.chain.from_iterable(rows)], dtype=torch.float64)
             if self.device.type == "cuda":
                 packed = packed.pin_memory()
@@ -288,10 +288,9 @@ def _numbers_of(group: dict[str, Any]) -> tuple[float, ...]:
     return lr, *map(float, group["betas"]), float(group["eps"]), float(group["weight_decay"])
 
 
-def _constants_of(
-    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, *, decoupled: bool
-) -> list[float]:
+def _constants_of(numbers: tuple[float, ...], *, decoupled: bool) -> list[float]:
     """Return the constants in the order of `_Constants`, each operation in float64, as on the device."""
+    lr, beta1, beta2, eps, weight_decay = numbers
     ratio = beta1 * beta1 / beta2
     bound_factor = (1 - beta1) / math.sqrt(1 - beta2)
     decay = 1 - lr * weight_decay if decoupled else weight_decay

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -18,9 +18,12 @@ from fp8_ds.optim.states import CHUNK, MOMENTS, absorb_flat, dense_flat, has_mom
 BOUND_SUM = "bound_sum"
 """Key of the sum that bounds an update (numerics/predicted.py), float64, in a state whose betas have changed."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_NUM_STEPS = 2**31
-"""Step counts are below this, for rounding noise (numerics/rounding.py)."""
-_NUMBERS = ("step", "scale_inv", BOUND_SUM)
+_NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "step": ("a count below 2**31", lambda value: 0 <= value < 2**31 and value.is_integer()),  # as rounding noise needs
+    "scale_inv": ("a power of two", lambda value: 0 < value < math.inf and math.frexp(value)[0] == 0.5),
+    BOUND_SUM: ("a finite number >= 0", lambda value: 0 <= value < math.inf),
+}
+"""Entries of one element, and what is expected of each."""
 _REMEDY = "Load what was saved for the same parameters, in the same order."
 
 
@@ -35,7 +38,7 @@ class ParamState(MutableMapping[str, Any]):
         param: float32 or bf16; an Fp8Parameter where its master is FP8.
     """
 
-    def __init__(self, core: AdamCore, row: int, param: Any) -> None:
+    def __init__(self, core: AdamCore, row: int, param: Tensor) -> None:
         self._core = core
         self._row = row
         self.param = param
@@ -174,29 +177,15 @@ def _check_entry(name: str, shape: torch.Size, key: str, value: Tensor) -> None:
         raise ValueError(f"state_dict: expected {key} of {name} with {expected}, got {list(value.shape)}. {_REMEDY}")
     if key != "step" and value.dtype not in _DTYPES:
         raise ValueError(f"state_dict: expected {key} of {name} as floating numbers, got {value.dtype}. {_REMEDY}")
-    if not _is_possible(key, value):
-        expected = {
-            "step": "a count below 2**31",
-            "scale_inv": "a power of two",
-            BOUND_SUM: "a finite number >= 0",
-            "exp_avg_sq": "finite in float32 and >= 0",
-        }.get(key, "finite in float32")
-        found = float(value) if is_number else "others"
+    if is_number:
+        expected, is_possible = _NUMBERS[key]
+        found, is_sound = str(float(value)), is_possible(float(value))
+    else:
+        is_square, value = key == "exp_avg_sq", value.detach().float()
+        expected, found = "finite in float32 and >= 0" if is_square else "finite in float32", "others"
+        is_sound = bool((value.isfinite() & (value >= (0.0 if is_square else -math.inf))).all())
+    if not is_sound:
         raise ValueError(f"state_dict: expected {key} of {name} to be {expected}, got {found}. Load a sound state.")
-
-
-def _is_possible(key: str, value: Tensor) -> bool:
-    if key == "step":
-        count = float(value)
-        return 0 <= count < _NUM_STEPS and count.is_integer()
-    if key == "scale_inv":
-        scale_inv = float(value)
-        return 0 < scale_inv < math.inf and math.frexp(scale_inv)[0] == 0.5
-    if key == BOUND_SUM:
-        return 0 <= float(value) < math.inf
-    value = value.detach().float()
-    is_possible = torch.isfinite(value)
-    return bool((is_possible & (value >= 0) if key == "exp_avg_sq" else is_possible).all())
 
 
 def absorb_state(core: AdamCore, row: int, state: Mapping[str, Any]) -> None:
@@ -214,12 +203,12 @@ def absorb_state(core: AdamCore, row: int, state: Mapping[str, Any]) -> None:
             scale_inv[shard.scale_index] = state.get("scale_inv", 0.0)
             scales.set(amax, scale_inv)
         absorb_flat(flat, None, state["master"].reshape(-1), core.scales.scale_inv)
-    if any(key in state for key in MOMENTS):
+    moments = [key for key in MOMENTS if key in state]
+    if moments:
         core.allocate()
-        for key in MOMENTS:
-            if key in state:
-                absorb_flat(flat, key, state[key].reshape(-1), core.scales.scale_inv)
-    if BOUND_SUM in state or all(key in state for key in MOMENTS):
+    for key in moments:
+        absorb_flat(flat, key, state[key].reshape(-1), core.scales.scale_inv)
+    if BOUND_SUM in state or len(moments) == len(MOMENTS):
         core.sums.set(row, float(state[BOUND_SUM]) if BOUND_SUM in state else None)
     if "step" in state:
         core.step_count[row] = int(state["step"])

@@ -65,14 +65,6 @@ class FlatBuffer:
         return [(shard, elements.narrow(x)) for elements, shard in self.pieces if shard.numel]
 
 
-def allocate_moments(shard: AdamShard, device: torch.device) -> None:
-    """Allocate moments of zeros."""
-    shard.m = torch.zeros(shard.num_groups * GROUP, dtype=torch.uint8, device=device)
-    shard.v = torch.zeros(shard.num_groups * GROUP, dtype=torch.uint8, device=device)
-    shard.m_scale_inv = torch.zeros(shard.num_groups, dtype=torch.float32, device=device)
-    shard.v_scale_inv = torch.zeros(shard.num_groups, dtype=torch.float32, device=device)
-
-
 def has_moments(shard: AdamShard) -> bool:
     return shard.m.numel() > 0 or shard.numel == 0
 
@@ -148,7 +140,6 @@ def write_dense(shard: AdamShard, key: str | None, value: Tensor, scale_inv: Ten
             part.v_scale_inv.copy_(scales)
 
 
-@torch.no_grad()
 def dense_flat(flat: FlatBuffer, key: str | None, scale_inv: Tensor | None, device: torch.device | str) -> Tensor:
     """Return float32 [flat.numel] on `device`, with zeros in the padding."""
     out = torch.zeros(flat.numel, dtype=torch.float32, device=device)
@@ -157,7 +148,6 @@ def dense_flat(flat: FlatBuffer, key: str | None, scale_inv: Tensor | None, devi
     return out
 
 
-@torch.no_grad()
 def absorb_flat(flat: FlatBuffer, key: str | None, value: Tensor, scale_inv: Tensor | None) -> None:
     """Quantise a dense float32 [flat.numel] into the shards of `flat`."""
     for shard, own in flat.split(value):

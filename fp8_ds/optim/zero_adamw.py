@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,7 +39,7 @@ class ZeroAdamW(AdamOptimizer):
             )
         for group in self.param_groups:
             check_group(group)
-        client._opt_called = True  # type: ignore[attr-defined]  # the client's scheduler must not miss its steps
+        vars(client)["_opt_called"] = True  # torch's schedulers read it: the client's must not miss its steps
 
     def step(self, closure: Any = None) -> Any:
         """Raise RuntimeError: the engine steps."""
@@ -53,23 +52,12 @@ class ZeroAdamW(AdamOptimizer):
         """
         if not self.has_core or any(self.state.values()):
             return super().state_dict()
-        held = self.state  # entries of nothing: somebody has looked there
-        self.state = defaultdict(dict, {**held, **self._dense_flats()})
-        try:
-            return super().state_dict()
-        finally:
-            self.state = held
-            held.clear()
-
-    def _dense_flats(self) -> dict[Any, dict[str, Tensor]]:
-        """Return the state by flat tensor, as in torch's Adam, on the CPU; empty before the first step."""
-        core, found = self.core, {}
-        if not core.has_moments:
-            return {}
-        for p, flat in zip(self.flat_params(), core.flats, strict=True):
+        core, dense = self.core, dict(self.state)  # entries of nothing: somebody has looked there
+        self.state.clear()
+        for p, flat in zip(self.flat_params(), core.flats, strict=True) if core.has_moments else ():
             moments = {key: dense_flat(flat, key, core.scales.scale_inv, "cpu").view(p.shape) for key in MOMENTS}
-            found[p] = {"step": core.step_count[flat.row].cpu().float(), **moments}
-        return found
+            dense[p] = {"step": core.step_count[flat.row].cpu().float(), **moments}
+        return self._state_dict_of(dense)
 
     def _load_states(self, saved_groups: Sequence[dict[str, Any]], states: Sequence[Mapping[str, Any] | None]) -> None:
         self.load_groups(saved_groups)
@@ -81,18 +69,18 @@ class ZeroAdamW(AdamOptimizer):
         if not self.is_dense:
             self.absorb_dense()
 
-    def absorb_dense(self, params: list[Any] | None = None) -> None:
+    def absorb_dense(self, params: Sequence[Tensor] | None = None) -> None:
         """Quantise the dense states in `self.state` (float32, one entry per flat tensor), and empty it.
 
         Args:
             params: flat tensors in the order of their rows; None: those in the param groups.
         """
-        found = [self.state.get(p) for p in (self.flat_params() if params is None else params)]
-        if any(found):
+        rows = enumerate(self.flat_params() if params is None else params)
+        found = {row: self.state[p] for row, p in rows if self.state.get(p)}
+        if found:
             self.core.follow(self.param_groups)
-        for row, state in enumerate(found):
-            if state:
-                absorb_state(self.core, row, state)
+        for row, state in found.items():
+            absorb_state(self.core, row, state)
         self.state.clear()
 
 
@@ -111,7 +99,7 @@ def _is_decoupled(client: torch.optim.Optimizer) -> bool:
     if kind.__name__ == "FusedAdam" and kind.__module__.startswith("deepspeed"):
         if not all(group.get("bias_correction", True) for group in client.param_groups):
             raise UnsupportedError("bias_correction: expected true with FP8 optimizer states, got false. Remove it.")
-        return bool(client.adam_w_mode)  # type: ignore[attr-defined]
+        return bool(vars(client)["adam_w_mode"])
     raise UnsupportedError(
         f"optimizer: expected Adam or AdamW (torch's, or DeepSpeed's FusedAdam) with fp8.optimizer.states fp8, got "
         f'{kind.__module__}.{kind.__name__}. Use one of these, or "states": "fp32".'
