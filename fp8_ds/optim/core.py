@@ -75,6 +75,10 @@ class StepCache(Generic[K, V]):
         for key in [key for key, step in self._last_step.items() if step < self._step - _KEPT_STEPS]:
             del self._values[key], self._last_step[key]
 
+    def clear(self) -> None:
+        self._values.clear()
+        self._last_step.clear()
+
 
 class AdamCore:
     """Step counts, hyperparameters, scales and shards of Adam.
@@ -148,7 +152,7 @@ class AdamCore:
 
     def moved(self) -> None:
         """Drop the tables of addresses, because tensors of shards have moved."""
-        self._prepared = StepCache()
+        self._prepared.clear()
 
     @torch.no_grad()
     def begin(
