@@ -20,7 +20,7 @@ BOUND_SUM = "bound_sum"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "step": ("a count below 2**31", lambda value: 0 <= value < 2**31 and value.is_integer()),  # as rounding noise needs
-    "scale_inv": ("a power of two", lambda value: 0 < value < math.inf and math.frexp(value)[0] == 0.5),
+    "scale_inv": ("a power of two", lambda value: math.frexp(value)[0] == 0.5),
     BOUND_SUM: ("a finite number >= 0", lambda value: 0 <= value < math.inf),
 }
 """Entries of one element, and what is expected of each."""
