@@ -117,11 +117,8 @@ class AdamCore:
         self._no_skip = torch.zeros((), dtype=torch.int32, device=device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._prepared: StepCache[tuple[int, ...], AdamStep] = StepCache()
-        self._weight_rows = torch.zeros(self.scales.num, dtype=torch.long, device=device)
-        self.weight_moves = torch.ones(self.scales.num, dtype=torch.bool, device=device)
-        for shard in self.shards:
-            if shard.fmt.is_fp8:
-                self._weight_rows[shard.scale_index] = shard.group
+        rows = {shard.scale_index: shard.group for shard in self.shards if shard.fmt.is_fp8}
+        self.set_weight_rows([rows.get(index, 0) for index in range(self.scales.num)])
 
     def set_weight_rows(self, rows: Sequence[int | None]) -> None:
         """Set the row of every FP8 weight, also of those without a shard on this rank; None for a frozen weight."""

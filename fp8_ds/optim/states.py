@@ -162,12 +162,6 @@ def is_exact(shard: AdamShard, value: Tensor, scales: PredictedScales) -> bool:
     return torch.equal(master, value.to(master))
 
 
-_BF16_DROPS = 16
-"""Number of float32's bits below bf16's last one."""
-_STEP = 0
-"""Step of the first masters' noise; steps of training count from 1."""
-
-
 def encode_first(
     value: Tensor, fmt: MasterFormat, scale_inv: Tensor, amax: Tensor, seed: int | None, param_id: int, start: int
 ) -> tuple[Tensor, Tensor]:
@@ -181,10 +175,11 @@ def encode_first(
     """
     if seed is None:
         return encode(value.float(), fmt, scale_inv)
-    bits = _BF16_DROPS - fmt.drop_bits
+    bits = 16 - fmt.drop_bits  # of float32's 16 bits below bf16's last one
     half = 1 << (bits - 1)
     plain = value.float()
-    offset = noise(seed, _STEP, param_id, start, value.numel(), bits, value.device).sub_(half)
+    step = 0  # those of training count from 1
+    offset = noise(seed, step, param_id, start, value.numel(), bits, value.device).sub_(half)
     offset[offset == -half] = 0  # half a step away bf16 is undecided
     noisy = offset.bitwise_left_shift_(fmt.drop_bits).add_(plain.view(torch.int32)).view(torch.float32)
     hi, lo = encode(noisy, fmt, scale_inv)
