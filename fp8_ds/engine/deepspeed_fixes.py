@@ -210,7 +210,7 @@ def fetch_further_ahead(zero: Any) -> None:
     for each other in every gather.
 
     runtime/zero/partitioned_param_coordinator.py: `# TODO. make this configurable via JSON`,
-    `self.__max_ongoing_fetch_events: int = 2`. It counts parameters there, and whole leaves here (zero/sharded.py).
+    `self.__max_ongoing_fetch_events: int = 2`. It counts parameters there, and whole leaves here (zero/gather3.py).
     """
     if zero.fp8.shards.in_flight.has_leaves:
         coordinator = zero.parameter_offload.get_param_coordinator()

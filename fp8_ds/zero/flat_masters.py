@@ -126,7 +126,7 @@ class FlatMasters3:
         device: of the masters, at the start.
         is_live: whether DeepSpeed's flat bf16 buffer exists. Without it, parameters that are not FP8 have bf16 shards
             of their own.
-        shards: the FP8 weights, which have none; set once they are made.
+        shards: the FP8 weights; set once they are made.
     """
 
     shards: Fp8Shards

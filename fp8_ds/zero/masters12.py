@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -57,13 +57,24 @@ class _Masters12(Masters):
         """Make FP8 bytes of group `i` from `flat` (bf16), unless the first refresh quantises them."""
 
     def start(self) -> None:
-        """Finish masters, once all groups are made."""
-
-    def manage(self) -> None:
-        """Hand masters to the inner optimizer, unless it has them. Collective."""
+        """Finish masters once all groups are made, and hand them to the inner optimizer, if it has none. Collective."""
+        raise NotImplementedError
 
     def link(self) -> None:
         """Link parameters to masters and moments, unless DeepSpeed's fragments do."""
+
+    def read(self, place: Place, full: Tensor) -> None:
+        """Fill this rank's elements of `full`, 1-D, with the master of an FP8 weight."""
+        raise NotImplementedError
+
+    def write(self, place: Place, flat: Tensor) -> None:
+        """Write `flat` (1-D, whole, on all ranks) into an FP8 weight; inside `load` it is its master, too."""
+        raise NotImplementedError
+
+    def load(self) -> AbstractContextManager[None]:
+        """Make values written into FP8 weights inside the block their masters, bit for bit. At the end the other
+        parameters' values become their masters: a model is loaded as a whole."""
+        raise NotImplementedError
 
     def fill_bf16(self, i: int, bf16: CompactBuffer) -> None:
         """Fill this rank's elements of the weights of group `i` that compute in bf16."""
@@ -134,11 +145,9 @@ class Fp32Masters12(_Masters12):
         bf16.copy_own(self._flat.partition(i))
 
     def read(self, place: Place, full: Tensor) -> None:
-        """Fill this rank's elements of `full`, 1-D, with the master of an FP8 weight."""
         self._flat.read(place, full)
 
     def write(self, place: Place, flat: Tensor) -> None:
-        """Write `flat` (1-D, whole, on all ranks) into an FP8 weight; inside `load` it is its master, too."""
         if not self._is_loading:
             self._flat.keep_written(place, flat)
         write_bytes(self.scales, self._weights.payload(place), place.slot, flat)
@@ -147,8 +156,6 @@ class Fp32Masters12(_Masters12):
 
     @contextmanager
     def load(self) -> Iterator[None]:
-        """Make values written into FP8 weights inside the block their masters, bit for bit. At the end the other
-        parameters' values become their masters: a model is loaded as a whole."""
         self._is_loading = True
         try:
             yield
@@ -216,7 +223,7 @@ class SplitMasters12(_Masters12):
                 pieces.append((f.in_partition, shard))
         return sorted(pieces, key=lambda piece: piece[0].start)
 
-    def manage(self) -> None:
+    def start(self) -> None:
         """Hand the shards to the inner optimizer. Collective if there are weights that came in FP8."""
         rows = [i for i, group in enumerate(self._weights.groups) for _ in group.fp8.params]
         self.states.manage(range(len(self.states.flats)), rows, self._weights.groups[0].fp8.buffer.device)
@@ -323,8 +330,18 @@ def _fragment(host: Host12, i: int, p: Any, elements: ShardRange, shard: AdamSha
         p._index_in_param_group = next(k for k, q in enumerate(host.params_in_partition[i]) if q is p)
     of_bf16 = fragment_address(numel=shard.numel, start=shard.start)
     of_flat = fragment_address(numel=shard.numel, start=elements.start)
-    gradients = host.averaged_gradients, host.offload_gradient_dict
-    return StateFragment(None, of_bf16, None, of_flat, *gradients, False, i, states=states, shard=shard)
+    return StateFragment(
+        states,
+        shard,
+        lp_fragment=None,
+        lp_fragment_address=of_bf16,
+        hp_fragment=None,
+        hp_fragment_address=of_flat,
+        gradient_dict=host.averaged_gradients,
+        offload_gradient_dict=host.offload_gradient_dict,
+        use_offload=False,
+        param_group_index=i,
+    )
 
 
 @torch.no_grad()
@@ -354,8 +371,8 @@ class StateFragment(tensor_fragment):
         fragment: as in DeepSpeed; there is no tensor of high or low precision.
     """
 
-    def __init__(self, *fragment: Any, states: SplitStates, shard: AdamShard) -> None:
-        super().__init__(*fragment)
+    def __init__(self, states: SplitStates, shard: AdamShard, **fragment: Any) -> None:
+        super().__init__(**fragment)
         self.states = states
         self.shard = shard
 

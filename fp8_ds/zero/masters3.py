@@ -152,7 +152,6 @@ class SplitMasters3(Masters):
                 if shard.fmt.is_fp8:
                     self.states.write_first(p, shard, p.ds_tensor.data[: shard.numel])
         self._flat.drop()
-        self.point()
 
     def _manage(self) -> None:
         """Make the shards of masters and moments, and hand them to the inner optimizer."""

@@ -181,14 +181,9 @@ class ReleaseUpdater:
 def make_release(
     host: ZeroHost, context: Fp8Context, states: SplitStates, num_parameters: int
 ) -> ReleaseUpdater | None:
-    """Make the updater of gradient release, if the configuration has it, and tell `context` and `states`.
-
-    Raises:
-        ConfigError: ranks of model parallelism would skip different buckets.
-    """
+    """Make the updater of gradient release, if the configuration has it, and tell `context` and `states`."""
     if not context.config.optimizer.releases(host.clip_grad):
         return None
-    refuse_model_parallel(host.model_parallel_group)
     indices = {name: index for index, name in enumerate(states.names)}
     made = ReleaseUpdater(states.core, num_parameters, indices, host.dp_process_group, host.clip_grad)
     context.release, states.alike = made, made.alike

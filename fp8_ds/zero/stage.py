@@ -1,4 +1,4 @@
-"""Common parts of the ZeRO mix-ins of all stages: `Fp8Context`, which the engine hands to them, and offload.
+"""Common parts of ZeRO in all stages: `Fp8Context`, which the engine hands to them, and offload.
 
 `engine.offload_states` and `reload_states` move the tensors that FP8 holds in place of DeepSpeed's: `lp_params` are the
 compact buffers or shards. With FP8 states `hp_params` are the low parts of masters, and `optim_states` the moments with

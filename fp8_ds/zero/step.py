@@ -30,8 +30,9 @@ class ZeroStep:
     """One step updates this rank's masters straight from the reduced gradients; the weights follow.
 
     `host.overflow`: a gradient was infinite or NaN, nothing has changed. The host waits for the device to know it, as
-    in DeepSpeed; with FP8 states and `bf16.check_grad_overflow` false it learns of it one step late. With gradient
-    release: some bucket was skipped.
+    in DeepSpeed; with FP8 states and `bf16.check_grad_overflow` false it learns of it one step late. With fp32 states
+    of ZeRO-1 and 2 and that key false it is never true, and elements with such a gradient become NaN, as in DeepSpeed.
+    With gradient release: some bucket was skipped.
 
     Args:
         states: FP8 states, or None.
@@ -44,11 +45,11 @@ class ZeroStep:
     def __init__(
         self, host: ZeroHost, context: Fp8Context, states: SplitStates | None, release: ReleaseUpdater | None
     ) -> None:
+        self._host = host
         self.context = context
         self.states = states
         self.release = release
         self.adam = OnePassAdam(host) if states is None and context.config.has_fix("adam_step") else None
-        self._zero_host = host
 
     def choose(self, masters: list[Tensor]) -> Callable[[], bool] | None:
         """Return what updates `masters`, DeepSpeed's flat ones; None where it is DeepSpeed's step.
@@ -65,30 +66,32 @@ class ZeroStep:
         raise NotImplementedError
 
     def update_split(self) -> bool:
-        assert self.states is not None
-        norm = self.states.update(*self.gradients(self.states))
-        self.drop_gradients()
-        self.states.end_step(norm, self.context.check_overflow)
-        return not self.states.is_skipped()
+        raise NotImplementedError
 
     def update_released(self) -> bool:
         """End a step whose updates are done."""
         assert self.states is not None and self.release is not None
         norm = self.release.finish(self.context.history)
+        self.drop_released()
         self.states.flag.send(overflow_flag(norm))
-        self.states.end_step(norm, self.context.check_overflow)
+        self.states.end_step(norm, self.waits)
         return True
+
+    @property
+    def waits(self) -> bool:
+        """Whether the host waits for the device to know of an overflow."""
+        return self.context.check_overflow
 
     def gradients(self, states: SplitStates) -> tuple[list[Tensor], list[Any]]:
         """Return this rank's reduced gradients, 1-D, one per shard of `states`, and their parameters."""
         raise NotImplementedError
 
-    def drop_gradients(self) -> None:
-        raise NotImplementedError
+    def drop_released(self) -> None:
+        """Drop what gradient release has left of the gradients: nothing."""
 
     def forget_skipped(self) -> None:
         """Leave amax histories as they were, if the step was skipped."""
-        if self._zero_host.overflow and self.context.history is not None:
+        if self._host.overflow and self.context.history is not None:
             self.context.history.amax_local.zero_()
 
 
@@ -103,6 +106,8 @@ class Step12(ZeroStep):
         in_deepspeed: whether DeepSpeed's own step runs.
     """
 
+    _host: Host12
+
     def __init__(
         self,
         host: Host12,
@@ -113,7 +118,6 @@ class Step12(ZeroStep):
         refresh: Callable[[bool], None],
     ) -> None:
         super().__init__(host, context, states, release)
-        self._host = host
         self._weights = weights
         self.refresh = refresh
         self.in_deepspeed = False
@@ -155,7 +159,7 @@ class Step12(ZeroStep):
         self._drop_gradients_of_others()
         gradients = [(host.averaged_gradients[i], host.params_in_partition[i]) for i in range(len(masters))]
         pieces = [list(pieces_of_master(*pair)) for pair in gradients]
-        self.adam.run(list(map(Work, masters, host.optimizer.param_groups, pieces)), waits=host.check_grad_overflow)
+        self.adam.run(list(map(Work, masters, host.optimizer.param_groups, pieces)), self.waits)
         host._lazy_init_hp_params_optimizer_state()
         self.drop_gradients()
         self.forget_skipped()
@@ -164,7 +168,15 @@ class Step12(ZeroStep):
     def update_split(self) -> bool:
         self._weights.point_params(keep_values=True)  # what a user assigns is the master, as what he writes in place
         self._drop_gradients_of_others()
-        return super().update_split()
+        assert self.states is not None
+        norm = self.states.update(*self.gradients(self.states))
+        self.states.end_step(norm, self.waits)
+        self.drop_gradients()
+        return not self.states.is_skipped()
+
+    @property
+    def waits(self) -> bool:
+        return self._host.check_grad_overflow
 
     def gradients(self, states: SplitStates) -> tuple[list[Tensor], list[Any]]:
         host, by_name = self._host, {}
@@ -201,11 +213,16 @@ def expect_patched_gather() -> None:
 class Step3(ZeroStep):
     """Step of ZeRO-3. Work for the host alone, which grows with parameters, follows while the device updates."""
 
+    _host: Host3
+
     def __init__(
         self, host: Host3, context: Fp8Context, states: SplitStates | None, release: ReleaseUpdater | None
     ) -> None:
         super().__init__(host, context, states, release)
-        self._host = host
+        shards = [] if states is None else states.core.shards
+        numels = {shard.name: shard.numel for shard in shards}
+        self._numels = {id(p): numels.get(host.param_names[p]) for group in host.fp16_groups for p in group}
+        """Elements of this rank's FP8 states by id of a parameter; None where it has none."""
 
     def run(self, original: Callable[[Any], None], closure: Any) -> None:
         """Step. `original`: DeepSpeed's step, which ends with `_post_step`, as ours does."""
@@ -215,6 +232,8 @@ class Step3(ZeroStep):
             self.forget_skipped()
             return
         host._pre_step()
+        if self.release is not None:
+            self._wait_for_release()
         host.timers(STEP_TIMER).start()
         is_new = update()
         for i in range(len(host.fp16_groups)):
@@ -235,18 +254,27 @@ class Step3(ZeroStep):
             host._reassign_or_swap_out_partitioned_parameters(i)
         return not host.overflow
 
-    def update_released(self) -> bool:
+    def update_split(self) -> bool:
+        assert self.states is not None
+        norm = self.states.update(*self.gradients(self.states))
         self.drop_gradients()
+        self.states.end_step(norm, self.waits)
+        return not self.states.is_skipped()
+
+    def _wait_for_release(self) -> None:
+        self._host._partition_all_parameters()
         if not get_accelerator().is_synchronized_device():
             get_accelerator().current_stream().wait_stream(self._host.reduce_and_partition_stream)
-        return super().update_released()
+
+    def drop_released(self) -> None:
+        self._host.zero_grad(set_to_none=True)
 
     def gradients(self, states: SplitStates) -> tuple[list[Tensor], list[Any]]:
-        shards, grads, params = {shard.name: shard for shard in states.core.shards}, [], []
+        grads, params = [], []
         for i, group in enumerate(self._host.fp16_groups):
             for p, grad in zip(group, self._host.averaged_gradients[i], strict=True):
-                if (shard := shards.get(self._host.param_names[p])) is not None:
-                    grads.append(grad.reshape(-1)[: shard.numel])
+                if (numel := self._numels[id(p)]) is not None:
+                    grads.append(grad.reshape(-1)[:numel])
                     params.append(p)
         return grads, params
 

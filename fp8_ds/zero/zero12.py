@@ -24,7 +24,7 @@ from fp8_ds.zero.flat_weights import FlatWeights, GroupWeights, Place, freeze
 from fp8_ds.zero.gradients import BucketedGradients, GradientsOfOneRank, ReleasedGradients, has_one_rank
 from fp8_ds.zero.host import Host12
 from fp8_ds.zero.masters12 import Fp32Masters12, SplitMasters12
-from fp8_ds.zero.release import ReleaseUpdater, make_release
+from fp8_ds.zero.release import ReleaseUpdater, make_release, refuse_model_parallel
 from fp8_ds.zero.stage import Fp8Context, offload_weights, reload_weights, split_lp_params
 from fp8_ds.zero.step import Step12, expect_patched_gather
 
@@ -39,6 +39,10 @@ class Zero12:
     """FP8 of the optimizer `host`. Collective, here and in all methods that gather.
 
     Attributes:
+        weights: all weights, in FP8 and bf16.
+        masters: of this rank's partitions.
+        step: updates the masters.
+        gradients: what happens to a gradient until then.
         is_exporting: whether readers get bf16 of the masters.
     """
 
@@ -50,6 +54,8 @@ class Zero12:
         names = {id(p): name for name, p in context.trainable.items()}
         params = [p for group in host.round_robin_bit16_groups for p in group if id(p) in names]
         has_states = context.config.optimizer.states == "fp8"
+        if has_states and context.config.optimizer.releases(host.clip_grad):
+            refuse_model_parallel(host.model_parallel_group)
         self.masters: Fp32Masters12 | SplitMasters12 = (SplitMasters12 if has_states else Fp32Masters12)(
             host, context, self.weights, params
         )
@@ -63,7 +69,6 @@ class Zero12:
             freeze(name, p, context.granularity, context.stored.get(id(p)))
         self.masters.start()
         self.refresh(is_step=False)
-        self.masters.manage()
         states, num_parameters = self.masters.states, sum(map(len, host.bit16_groups))
         release = None if states is None else make_release(host, context, states, num_parameters)
         self.step = Step12(host, context, states, release, self.weights, self.refresh)
@@ -152,7 +157,11 @@ class Zero12:
             self.refresh(is_step=False)
 
     def load_state_dict(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Load as DeepSpeed does, then quantise; a universal load ends with our gather. Raises as `step` does."""
+        """Load as DeepSpeed does, then quantise; a universal load ends with our gather.
+
+        Raises:
+            UnsupportedError: it is universal, and the gather is DeepSpeed's own again. Nothing has changed.
+        """
         if kwargs.get("checkpoint_folder") is not None:
             expect_patched_gather()
         with self.dense():

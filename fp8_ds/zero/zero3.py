@@ -22,19 +22,29 @@ from fp8_ds.zero.gradients import ReleasedGradientShards, ShardedGradients
 from fp8_ds.zero.host import Host3
 from fp8_ds.zero.masters3 import Fp32Masters3, SplitMasters3
 from fp8_ds.zero.param_hooks import ZeroParamHooks
-from fp8_ds.zero.release import make_release
+from fp8_ds.zero.release import make_release, refuse_model_parallel
 from fp8_ds.zero.sharded import Fp8Shards, Gathered, ShardedWeight, StoredWeight
 from fp8_ds.zero.stage import Fp8Context, offload_weights, reload_weights, split_lp_params
 from fp8_ds.zero.step import Step3
 
 
 class Zero3:
-    """FP8 of the optimizer `host`. Collective, here and in all methods that gather."""
+    """FP8 of the optimizer `host`. Collective, here and in all methods that gather.
+
+    Attributes:
+        flat: DeepSpeed's flat masters.
+        hooks: of all parameters of the module.
+        masters, shards: this rank's part of parameters, in high precision and in FP8.
+        step: updates the masters.
+        gradients: what happens to a gradient until then.
+    """
 
     def __init__(self, host: Host3, context: Fp8Context) -> None:
         self.host = host
         self.context = context
         has_states = context.config.optimizer.states == "fp8"
+        if has_states and context.config.optimizer.releases(host.clip_grad):
+            refuse_model_parallel(host.model_parallel_group)
         self.flat = FlatMasters3(host)
         for p in context.weights.values():
             if p.ds_status == ZeroParamStatus.AVAILABLE:  # type: ignore[attr-defined]
@@ -46,9 +56,7 @@ class Zero3:
         self.masters.start(self.shards)
         self.masters.point()
         self._flat_masters = host.fp32_partitioned_groups_flat
-        for p in host.module.parameters():
-            if hasattr(p, "ds_id"):
-                ZeroParamHooks(p, self.shards)
+        self.hooks = [ZeroParamHooks(p, self.shards) for p in host.module.parameters() if hasattr(p, "ds_id")]
         self.refresh(is_step=False)
         states, num_parameters = self.masters.states, sum(map(len, host.fp16_groups))
         if states is not None:
@@ -182,7 +190,7 @@ class Zero3:
             p.ds_tensor.data = p.ds_tensor.data.to(device)
 
     @contextmanager
-    def export(self, wanted: bool, on_device: bool = False, with_frozen: bool | None = None) -> Iterator[None]:
+    def export(self, wanted: bool, with_frozen: bool | None = None) -> Iterator[None]:
         """Give frozen weights that have none bf16 shards inside the block, unless `with_frozen` is false: DeepSpeed's
         checkpoints hold them in the place of masters. Its exports of ZeRO-3 gather bf16 of the masters by themselves.
         """
