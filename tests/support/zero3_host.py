@@ -12,9 +12,13 @@ from torch import Tensor, nn
 from fp8_ds.comm.collectives import ByteCounter
 from fp8_ds.nn.linear.payload import TENSOR
 from fp8_ds.numerics.formats import E4M3
+from fp8_ds.numerics.scale import scale_from_amax
+from fp8_ds.ops.quantize import quantize
 from fp8_ds.zero.gather3 import InFlight
+from fp8_ds.zero.param_hooks import ZeroParamHooks
 from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight
 from fp8_ds.zero.weights import Part, WeightQuantizer
+from support.inputs import many_scales
 
 
 def sharded_parameter(number: int, value: Tensor) -> Any:
@@ -89,3 +93,26 @@ def fp8_shards(params: list[Any], masters: list[Tensor], num_fp8: int) -> Fp8Sha
     for weight in shards.weights:
         weight.drop_bf16()
     return shards
+
+
+SHAPES = [(3, 5), (4, 8), (1, 7), (6, 2)]
+NUM_FP8 = 3
+"""The last one stays in bf16."""
+
+
+def shard_masters() -> list[Tensor]:
+    return [many_scales("per_row", *shape, seed=i) for i, shape in enumerate(SHAPES)]
+
+
+def hooked_shards() -> tuple[list[Any], Any]:
+    params = [sharded_parameter(i, value.bfloat16().float()) for i, value in enumerate(shard_masters())]
+    shards = fp8_shards(params, shard_masters(), NUM_FP8)
+    for p in params:
+        ZeroParamHooks(p, shards)
+    return params, shards
+
+
+def whole_bytes(index: int) -> Tensor:
+    """Bytes of the whole master, by definition."""
+    master = shard_masters()[index]
+    return quantize(master, scale_from_amax(master.abs().max(), E4M3.max)[0], E4M3).view(torch.uint8)

@@ -1,0 +1,156 @@
+"""FP8 states of all stages, on stub hosts whose ranks are threads."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from support.late_flag import flag_late
+from support.threads import on_threads
+from support.zero_hosts import ALIGNED, RAGGED, zero_optimizer
+from support.zero_training import (
+    assert_high_parts,
+    different,
+    fp8_states,
+    gradients,
+    trained,
+)
+from torch import Tensor
+
+from fp8_ds.errors import ConfigError
+from fp8_ds.numerics.masters import BY_NAME
+from fp8_ds.numerics.scale import scale_from_amax
+from fp8_ds.ops.adamw import AdamShard
+from fp8_ds.optim.states import allocate_lo, read_dense
+
+
+def after_steps(stage: int, master: str) -> dict[str, Tensor]:
+    zero = trained(stage, ALIGNED, fp8_states(master), 3)
+    assert_high_parts(zero, master)
+    return dict(zero.states())
+
+
+@pytest.mark.parametrize("master", ["e4m19", "e4m11"])
+def test_gradients_give_the_same_bytes_on_1_2_and_4_ranks_in_all_stages(master: str) -> None:
+    cases = [(2, 1), (2, 2), (2, 4), (3, 1), (3, 2), (3, 4)]
+    first, *others = [found for stage, num in cases for found in on_threads(num, after_steps, stage, master)]
+    assert first["step"] == 3 and different(first, on_threads(1, after_steps, 2, master)[0]) == []
+    for other in others:
+        assert different(first, other) == []
+
+
+def skipping(stage: int, master: str, value: float, is_late: bool) -> None:
+    zero = trained(stage, RAGGED, fp8_states(master, linear={"recipe": "delayed"}), 2)
+    if is_late:
+        flag_late(zero)
+        zero.check_grad_overflow = zero.context.check_overflow = False
+    before, history = zero.states(), zero.context.history
+    scale = history.scale.clone()
+    broken = gradients(RAGGED, 2)
+    broken["gain"][7] = value  # on one rank alone
+    zero.give(broken)
+    history.amax_local.fill_(3e4)
+    zero.step()
+    assert zero.overflow is not is_late and different(zero.states(), before) == []
+    assert torch.equal(history.scale, scale)
+    zero.give(gradients(RAGGED, 3))
+    history.amax_local.fill_(3.0)
+    zero.step()
+    assert zero.overflow is is_late and len(different(zero.states(), before)) > 10
+    assert bool((history.scale == scale_from_amax(torch.tensor(3.0), 448.0)[0]).all())
+
+
+@pytest.mark.parametrize(("master", "value"), [("e4m11", float("inf")), ("e4m19", float("nan"))])
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing_on_any(
+    stage: int, is_late: bool, master: str, value: float
+) -> None:
+    on_threads(3, skipping, stage, master, value, is_late)
+
+
+def clipped(stage: int) -> None:
+    zero = zero_optimizer(stage, RAGGED, **fp8_states("e4m11"))
+    zero.clip_grad = 0.01
+    zero.give(gradients(RAGGED, 0))
+    zero.step()
+    first = [moment.flatten() for name, moment in zero.states().items() if name.endswith("exp_avg")]
+    assert float(torch.cat(first).norm()) == pytest.approx(0.1 * 0.01, rel=0.02)  # (1 - beta1) * clip
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_are_clipped_to_their_norm(stage: int) -> None:
+    on_threads(2, clipped, stage)
+
+
+def with_other_numbers(stage: int, number: dict[str, Any], is_alike: bool) -> None:
+    zero = trained(stage, RAGGED, fp8_states("e4m11"), 1)
+    before = zero.states()
+    if dist.get_rank() == 1:
+        zero.param_groups[0].update(number)
+    zero.give(gradients(RAGGED, 1))
+    if is_alike:
+        zero.step()
+        return
+    with pytest.raises(ConfigError, match="lr, betas, eps and weight_decay"):
+        zero.step()
+    assert different(zero.states(), before) == []
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_no_rank_steps_with_a_number_of_its_own(stage: int) -> None:
+    for number in ({"lr": 1e-3}, {"betas": (0.8, 0.999)}, {"eps": 1e-6}, {"weight_decay": 0.1}):
+        on_threads(2, with_other_numbers, stage, number, False)
+    on_threads(2, with_other_numbers, stage, {"lr": 1e-2 * (1 + 2**-52)}, True)  # a last bit of float64 is no other
+
+
+TENSORS = {"optim_states": ("m", "v", "m_scale_inv", "v_scale_inv"), "hp_params": ("lo",)}
+
+
+def offloaded(stage: int, kind: str) -> None:
+    """To the meta device, which is elsewhere on a CPU, too."""
+    zero = trained(stage, RAGGED, fp8_states("e4m11"), 1)
+    shards = zero.optimizer.core.shards
+    held = [weakref.ref(getattr(shard, name).untyped_storage()) for shard in shards for name in TENSORS[kind]]
+    assert None not in [one() for one in held]
+    zero.offload_states(include=[OffloadStateTypeEnum(kind)], device=SimpleNamespace(value="meta"))
+    assert {one.value for one in zero.offloaded_states} == {kind}
+    gc.collect()
+    assert {one() for one in held} == {None}
+
+
+@pytest.mark.parametrize("kind", TENSORS)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_offload_leaves_nothing_behind(stage: int, kind: str) -> None:
+    on_threads(2, offloaded, stage, kind)
+
+
+@pytest.mark.parametrize("kind", TENSORS)
+def test_addresses_are_forgotten_when_states_leave_and_when_they_come_back(kind: str) -> None:
+    """What the kernel knows of where they lie."""
+
+    def moved() -> None:
+        zero = trained(2, RAGGED, fp8_states("e4m11"), 1)
+        prepared = zero.optimizer.core._prepared
+        for move in (lambda: zero.offload_states(include=[OffloadStateTypeEnum(kind)]), zero.reload_states):
+            assert len(prepared) > 0
+            move()
+            assert len(prepared) == 0
+            zero.give(gradients(RAGGED, 1))
+            zero.step()
+
+    on_threads(1, moved)
+
+
+def test_a_master_whose_low_part_is_elsewhere_is_read_where_the_high_part_is() -> None:
+    """As in a save while states are offloaded. "meta" stands in for a GPU, which refuses tensors of two devices too."""
+    hi = torch.zeros(200, dtype=torch.uint8, device="meta")
+    shard = AdamShard("weight", 200, 0, 0, 0, 0, BY_NAME["e4m11"], hi)
+    allocate_lo(shard, torch.device("cpu"))
+    read_dense(shard, None, torch.empty(200, device="meta"), torch.ones(1))
