@@ -41,6 +41,8 @@ class _Host:
     """What both stages have. Masters are float32 of `values`, or their FP8 states if the block asks for them."""
 
     params: dict[str, Any]
+    model_parallel_group: Any = None
+    reduce_bucket_size = 10**6
     overflow = False
     clip_grad, loss_scale, model_parallel_rank, dtype = 0.0, 1.0, 0, torch.bfloat16
 
@@ -49,9 +51,12 @@ class _Host:
         self.dp_process_group, self.timers = self.group, MagicMock()
         self.offloaded_states: set[Any] = set()
         self.make(values, config.optimizer.states == "fp8")
-        adam = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1e-2, weight_decay=0.0)
+        has_states = config.optimizer.states == "fp8"
+        adam = torch.optim.AdamW(
+            [nn.Parameter(torch.zeros(1))] if has_states else self.flat_masters(), lr=1e-2, weight_decay=0.0
+        )
         self.optimizer: Any = adam
-        if config.optimizer.states == "fp8":
+        if has_states:
             self.optimizer = ZeroAdamW(adam, seed=config.optimizer.seed)
         history = AmaxHistory(2, [448.0, 448.0]) if config.linear.recipe == "delayed" else None
         weights = {name: self.params[name] for name in WEIGHTS} | frozen
@@ -61,6 +66,16 @@ class _Host:
 
     def make(self, values: dict[str, Tensor], has_states: bool) -> None:
         raise NotImplementedError
+
+    def flat_masters(self) -> list[Any]:
+        raise NotImplementedError
+
+    def deepspeed_step(self, closure: Any) -> None:
+        """DeepSpeed's own step; a test that has it run puts another here."""
+        raise AssertionError("DeepSpeed's own step runs")
+
+    def step(self, closure: Any = None) -> None:
+        self.deepspeed_step(closure)
 
     @property
     def param_groups(self) -> Any:
@@ -157,11 +172,10 @@ class Host12(_Host):
         payloads = {name: self.params[name]._fp8 for name in WEIGHTS}
         return {name: (one.data.view(torch.uint8).clone(), one.scale_inv.clone()) for name, one in payloads.items()}
 
-    def _link_all_hp_params(self) -> None:
-        pass
+    def flat_masters(self) -> list[Any]:
+        return self.single_partition_of_fp32_groups
 
-    def step(self, closure: Any = None) -> None:
-        raise AssertionError("DeepSpeed's own step runs")
+    _link_all_hp_params = _lazy_init_hp_params_optimizer_state = lambda self: None
 
 
 class Host3(_Host):
@@ -222,6 +236,9 @@ class Host3(_Host):
         p.partition([p])
         return found
 
+    def flat_masters(self) -> list[Any]:
+        return self.fp32_partitioned_groups_flat
+
     def get_full_hp_param(self, p: Any, optim_state_key: str | None = None) -> Tensor:
         own, _ = self._get_fp32_opt_state_partition(p, True, optim_state_key)
         whole = torch.empty(dist.get_world_size() * own.numel())
@@ -231,9 +248,6 @@ class Host3(_Host):
     def _get_fp32_opt_state_partition(self, p: Any, release: bool, key: str | None = None) -> tuple[Tensor, int]:
         row, start = self.fp8.flat.place(p)  # type: ignore[attr-defined]
         return self.fp32_partitioned_groups_flat[row].narrow(0, start, p.ds_tensor.ds_numel), row
-
-    def step(self, closure: Any = None) -> None:
-        raise AssertionError("DeepSpeed's own step runs")
 
     def set_full_hp_param(self, value: Tensor, p: Any, key: str | None = None) -> None:
         raise AssertionError("DeepSpeed's own masters are written")
