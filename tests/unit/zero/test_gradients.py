@@ -11,7 +11,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from support.threads import on_threads
 from support.zero_backward import backward, give_shards, zero_with_backward
-from support.zero_hosts import ALIGNED, RAGGED
+from support.zero_hosts import RAGGED
 from support.zero_training import different, fp8_states, gradients, trained
 from torch import Tensor, nn
 
@@ -80,18 +80,18 @@ def test_one_rank_is_one_if_nothing_changes_a_gradient_on_its_way() -> None:
 # --- gradient release ---
 
 RELEASED = {"optimizer": {"states": "fp8", "master": "e4m11", "release": True}}
-ORDER = ["embedding", "gain", "up", "down"]
-"""The first two fit into the stub's bucket together, each of the others is larger."""
+ORDER = ["down", "up", "embedding", "gain"]
+"""The first two are larger than the stub's bucket, into which the others fit together."""
 
 
 def ordered(step: int) -> dict[str, Tensor]:
-    found = gradients(ALIGNED, step)
+    found = gradients(RAGGED, step)
     return {name: found[name] for name in ORDER}
 
 
 def released(stage: int) -> None:
-    held = trained(stage, ALIGNED, fp8_states("e4m11"), 2)
-    zero = zero_with_backward(stage, ALIGNED, **RELEASED)
+    held = trained(stage, RAGGED, fp8_states("e4m11"), 2)
+    zero = zero_with_backward(stage, RAGGED, **RELEASED)
     for step in range(2):
         backward(zero, ordered(step))
         assert all(p.grad is None for p in zero.params.values()), "a gradient is kept"
@@ -99,7 +99,7 @@ def released(stage: int) -> None:
     assert different(zero.states(), held.states()) == []
     assert float(zero._global_grad_norm) == pytest.approx(float(held._global_grad_norm), rel=1e-5)
     if stage == 2:
-        assert zero.reduced == 2 * [["embedding", "gain"], ["up"], ["down"]]
+        assert zero.reduced == 2 * [["down"], ["up"], ["embedding", "gain"]]
         assert set(zero.reached) & {"process_gradients", "reduce_gradients", "copy_grads_in_partition"} == set()
     assert set(zero.reached) & {"partition_grads", "independent_gradient_partition_epilogue"} == set()
 
@@ -110,10 +110,10 @@ def test_gradients_that_are_released_update_as_those_that_are_held(stage: int, n
 
 
 def twice(stage: int) -> None:
-    zero = zero_with_backward(stage, ALIGNED, **RELEASED)
+    zero = zero_with_backward(stage, RAGGED, **RELEASED)
     backward(zero, ordered(0))
     before = zero.masters()
-    with pytest.raises(RuntimeError, match="a second gradient of embedding"):
+    with pytest.raises(RuntimeError, match="a second gradient of down"):
         backward(zero, ordered(1))
     assert different(zero.masters(), before) == []
     zero.step()
@@ -126,7 +126,7 @@ def test_a_second_gradient_of_a_parameter_before_the_step_is_refused(stage: int)
 
 
 def read_released(stage: int) -> None:
-    zero = zero_with_backward(stage, ALIGNED, **RELEASED)
+    zero = zero_with_backward(stage, RAGGED, **RELEASED)
     for again in (False, True):
         for name, p in zero.params.items():
             readers: list[Any] = [lambda p=p: zero._get_fp32_grad_state_partition(p, True)]
@@ -156,7 +156,7 @@ def test_held_gradients_of_zero_3_are_read_and_added_up_by_deepspeed() -> None:
 
 
 def bucket_of(stage: int, size: int) -> int:
-    zero = zero_with_backward(2, ALIGNED)
+    zero = zero_with_backward(2, RAGGED)
     zero.reduce_bucket_size = size
     zero.overlap_comm = stage == 2
     ReleasedGradients(zero, None)  # type: ignore[arg-type]
@@ -171,13 +171,25 @@ def test_a_bucket_of_gradients_that_wait_for_their_update_is_bounded() -> None:
     assert on_threads(1, bucket_of, 2, 77) == [77]
 
 
+def test_a_gradient_that_is_larger_than_a_bucket_is_used_at_once() -> None:
+    def used() -> bool:
+        zero = zero_with_backward(2, RAGGED, **RELEASED)
+        p = zero.params["up"]
+        p.grad = gradients(RAGGED, 0)["up"]
+        before = zero.masters()["up"]
+        zero.process_gradients(p, 0)
+        return p.grad is None and not torch.equal(zero.masters()["up"], before)
+
+    assert on_threads(1, used) == [True]
+
+
 def test_a_coalesced_reduction_is_left_to_its_end() -> None:
     """DeepSpeed from 0.19.8 on, inside `coalesce_grad_reduction`."""
 
     def coalesced() -> list[str]:
-        zero = zero_with_backward(2, ALIGNED, **RELEASED)
+        zero = zero_with_backward(2, RAGGED, **RELEASED)
         zero._coalesce_grad_reduction = True
-        zero.params["gain"].grad = torch.ones(ALIGNED["gain"], dtype=torch.bfloat16)
+        zero.params["gain"].grad = torch.ones(RAGGED["gain"], dtype=torch.bfloat16)
         zero.process_gradients(zero.params["gain"], 0)
         found: list[str] = zero.reached
         return found
@@ -187,7 +199,7 @@ def test_a_coalesced_reduction_is_left_to_its_end() -> None:
 
 def test_offloads_leave_out_gradients_that_are_released() -> None:
     def wanted(**block: Any) -> Any:
-        zero = zero_with_backward(3, ALIGNED, **block)
+        zero = zero_with_backward(3, RAGGED, **block)
         return zero.fp8.gradients.offload(None), zero.fp8.gradients.offload([OffloadStateTypeEnum.lp_grads])
 
     [(everything, nothing)] = on_threads(1, lambda: wanted(**RELEASED))
