@@ -179,7 +179,13 @@ class Host12(_Host):
 
 
 class Host3(_Host):
-    """In the place of DeepSpeedZeroOptimizer_Stage3, with one sub-group."""
+    """In the place of DeepSpeedZeroOptimizer_Stage3, with one sub-group.
+
+    Attributes:
+        num_ended: steps that DeepSpeed's end of a step has seen.
+    """
+
+    num_ended = 0
 
     def make(self, values: dict[str, Tensor], has_states: bool) -> None:
         self.module: Any = nn.Module()
@@ -253,7 +259,11 @@ class Host3(_Host):
         raise AssertionError("DeepSpeed's own masters are written")
 
     set_local_hp_param = set_full_hp_param
-    _pre_step = _post_step = _partition_all_parameters = zero_grad = lambda self, *args, **keys: None
+
+    def _post_step(self, timer_names: Any) -> None:
+        self.num_ended += 1
+
+    _pre_step = _partition_all_parameters = zero_grad = lambda self, *args, **keys: None
     _reassign_or_swap_out_partitioned_parameters = lambda self, group: None  # noqa: E731
 
 
