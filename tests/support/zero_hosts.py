@@ -185,9 +185,10 @@ class Host3(_Host):
         num_ended: steps that DeepSpeed's end of a step has seen.
     """
 
-    num_ended = 0
+    num_ended: int
 
     def make(self, values: dict[str, Tensor], has_states: bool) -> None:
+        self.num_ended = 0
         self.module: Any = nn.Module()
         self.module.ds_inflight_param_registry = {}
         self.params = {name: sharded_parameter(i, value) for i, (name, value) in enumerate(values.items())}
