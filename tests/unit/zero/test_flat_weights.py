@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from support.threads import on_threads
 from support.zero_hosts import RAGGED, values_of, zero_optimizer
 from support.zero_training import (
+    assert_follow,
     assert_same,
     other_values,
     quantized,
@@ -19,8 +20,10 @@ from support.zero_training import (
 from torch import nn
 
 from fp8_ds.comm.layout import ShardRange
+from fp8_ds.nn.linear.payload import ROW
+from fp8_ds.nn.linear.stored import StoredScales
 from fp8_ds.numerics.formats import E4M3
-from fp8_ds.zero.flat_weights import CompactBuffer, pieces_of
+from fp8_ds.zero.flat_weights import CompactBuffer, freeze, pieces_of
 
 SHAPES = [(3, 5), (40,), (2, 33), (7,)]
 NUM_RANKS = 3
@@ -99,3 +102,89 @@ def assigned(states: bool, keeps: bool) -> None:
 @pytest.mark.parametrize(("states", "keeps"), [(False, False), (True, False), (False, True), (True, True)])
 def test_parameters_follow_their_masters_again_after_their_data_was_replaced(states: bool, keeps: bool) -> None:
     on_threads(2, assigned, states, keeps)
+
+
+def gathered_bytes() -> None:
+    """A group of which every layer computes in bf16 sends no FP8 bytes, and sends them once one no longer does."""
+    zero = zero_optimizer(2, RAGGED)
+    counter, values = zero.context.counter, values_of(RAGGED)
+    counter.end_step()
+    zero.fp8.refresh(is_step=False)
+    in_fp8, others = counter.fp8, counter.hp
+    assert in_fp8 >= 7000 and others >= 2 * (150 + 51)
+    zero.fp8.set_bf16({"up"})
+    counter.end_step()
+    zero.fp8.refresh(is_step=False)
+    assert counter.fp8 == in_fp8 and counter.hp - others >= 2 * 3500
+    zero.fp8.set_bf16({"up", "down"})
+    counter.end_step()
+    zero.single_partition_of_fp32_groups[0].data.mul_(2)
+    zero.fp8.refresh(is_step=False)
+    assert counter.fp8 == 0 and counter.hp - others >= 2 * 7000
+    for name in ("up", "down"):
+        assert torch.equal(zero.params[name]._fp8.hp, (2 * values[name]).bfloat16())
+    zero.fp8.set_bf16(())
+    assert_follow(zero, "tensorwise", {name: 2 * value for name, value in values.items()})
+    assert all(zero.params[name]._fp8.hp is None for name in ("up", "down"))
+
+
+def test_bytes_that_no_layer_reads_are_not_sent_and_are_there_when_one_does() -> None:
+    on_threads(2, gathered_bytes)
+
+
+def exchanged() -> None:
+    """Two parameters of one shape whose data a user has exchanged."""
+    shapes = {"embedding": (3, 50), "up": (70, 50), "down": (50, 70), "gain": (51,), "bias": (51,)}
+    zero = zero_optimizer(2, shapes)
+    gain, bias = zero.params["gain"], zero.params["bias"]
+    before = gain.detach().clone(), bias.detach().clone()
+    gain.data, bias.data = bias.data, gain.data
+    zero.fp8.weights.point_params(keep_values=True)
+    assert torch.equal(gain.detach(), before[1]) and torch.equal(bias.detach(), before[0])
+    assert gain.data_ptr() != bias.data_ptr() and zero.fp8.weights.groups[0].hp.strays() == []
+
+
+def test_values_of_parameters_that_were_exchanged_are_kept() -> None:
+    on_threads(2, exchanged)
+
+
+def moved() -> None:
+    """Buffers are elsewhere, and every parameter is a view of them."""
+    zero, values = zero_optimizer(2, RAGGED), values_of(RAGGED)
+    zero.fp8.set_bf16({"up"})
+    old = [kind.buffer.data_ptr() for kind in zero.fp8.weights.groups[0].buffers]
+    for kind in zero.fp8.weights.groups[0].buffers:
+        kind.buffer = kind.buffer.clone()  # as `.to(device)` does
+    zero.fp8.weights.move(torch.device("cpu"))
+    for kind in zero.fp8.weights.groups[0].buffers:
+        start, end = kind.buffer.data_ptr(), kind.buffer.data_ptr() + kind.buffer.nbytes
+        assert start not in old
+        for p in kind.params:
+            views = {"fp8": lambda p: p._fp8.data, "hp": lambda p: p}
+            name = "fp8" if kind is zero.fp8.weights.groups[0].fp8 else "hp"
+            if kind is zero.fp8.weights.groups[0].bf16:
+                assert start <= p._fp8.hp.data_ptr() < end
+            else:
+                assert start <= views[name](p).data_ptr() < end
+    assert_follow(zero, "tensorwise", values)
+
+
+def test_parameters_follow_their_buffers() -> None:
+    on_threads(1, moved)
+
+
+def test_a_frozen_weight_that_came_in_fp8_keeps_bytes_and_scales_until_others_are_written() -> None:
+    codes = (torch.arange(24) % 15 - 7).view(4, 6).float().to(E4M3.dtype)
+    scale_inv = torch.tensor([[0.3], [1.7], [0.01], [5.0]])
+    p: Any = nn.Parameter(codes.view(torch.uint8).clone(), requires_grad=False)
+    freeze("weight", p, ROW, StoredScales(scale_inv.clone(), ROW, (4, 6), ()))
+    read = p.detach().clone()
+    assert torch.equal(read, (codes.float() * scale_inv).bfloat16())
+    with torch.no_grad():
+        p.copy_(read)
+    assert torch.equal(p._fp8.data.view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(p._fp8.scale_inv, scale_inv)
+    with torch.no_grad():
+        p.copy_(2 * read)
+    torch.testing.assert_close(p.detach().float(), 2 * read.float(), rtol=2.0**-4, atol=0.0)
+    assert not torch.equal(p._fp8.scale_inv, scale_inv)

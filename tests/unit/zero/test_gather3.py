@@ -15,7 +15,7 @@ from support.zero3_host import hooked_shards
 from torch import nn
 
 from fp8_ds.comm import collectives
-from fp8_ds.zero.gather3 import Fetch, InFlight, adjacent
+from fp8_ds.zero.gather3 import Fetch, InFlight, adjacent, join_shards
 
 
 class Handle:
@@ -128,3 +128,26 @@ def test_a_released_weights_bytes_are_free_whoever_keeps_the_handle(
 ) -> None:
     monkeypatch.setattr(collectives, "MIN_BYTES", min_bytes)
     on_threads(2, freed)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_shards_that_arrive_rank_by_rank_become_one_tensor_for_each_weight(num_ranks: int) -> None:
+    sizes = [4, 1, 7]
+    wholes = [torch.arange(num_ranks * size) + 100 * index for index, size in enumerate(sizes)]
+    by_rank = [torch.cat([whole.chunk(num_ranks)[rank] for whole in wholes]) for rank in range(num_ranks)]
+    joined = join_shards(torch.cat(by_rank), sizes, num_ranks)
+    assert all(torch.equal(one, whole) for one, whole in zip(joined, wholes, strict=True))
+
+
+def waited_for_again() -> None:
+    """A handle that was waited for makes nothing available again, long after its weight was released."""
+    _, shards = hooked_shards()
+    handle = shards.gather(shards.weights[:1])
+    handle.wait()
+    shards.weights[0].leave()
+    handle.wait()
+    assert shards.weights[0].payload.data is None and handle.complete
+
+
+def test_a_handle_makes_its_weights_available_once() -> None:
+    on_threads(2, waited_for_again)

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import permutations
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.threads import on_threads
 from torch import Tensor
 
-from fp8_ds.comm.layout import ShardRange
+from fp8_ds.comm.layout import OUTSTANDING_UPDATE_BYTES, ShardRange
 from fp8_ds.config import OptimizerConfig
+from fp8_ds.errors import ConfigError
 from fp8_ds.numerics.masters import E4M11, FP32, MasterFormat
 from fp8_ds.numerics.predicted import PredictedScales
 from fp8_ds.numerics.scale import AmaxHistory
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.states import FlatBuffer, allocate_lo, write_dense
-from fp8_ds.zero.release import ReleaseUpdater
+from fp8_ds.zero.release import ReleaseUpdater, bucket_size, make_release, refuse_model_parallel
 
 SIZES = {"wide": 300, "late": 128, "small": 5, "far": 200}
 """Parameters; ranges differ by tensor, "late" has gradients of zero at first, "far" is on another rank."""
@@ -217,3 +220,38 @@ def test_exact_clipping_holds_gradients_and_no_clipping_needs_no_mode(
     settings = OptimizerConfig(states="fp8", release=True, release_clipping=release_clipping)
     assert settings.releases(gradient_clipping) is releases
     assert not OptimizerConfig(states="fp8", release_clipping=release_clipping).releases(gradient_clipping)
+
+
+def test_ranks_of_model_parallelism_are_refused_and_one_alone_is_not() -> None:
+    refuse_model_parallel(None)
+    refuse_model_parallel(dist.group.WORLD)
+    dist.destroy_process_group()
+
+    def refused() -> None:
+        with pytest.raises(ConfigError, match=r"fp8\.optimizer\.release: expected false"):
+            refuse_model_parallel(dist.group.WORLD)
+
+    on_threads(2, refused)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # which the fixture destroys
+
+
+@pytest.mark.parametrize(("clipping", "is_made"), [(0.0, True), (1.0, False)])
+def test_the_updater_is_there_if_the_configuration_releases_and_states_compare_by_its_check(
+    clipping: float, is_made: bool
+) -> None:
+    settings = OptimizerConfig(states="fp8", release=True)
+    host: Any = SimpleNamespace(clip_grad=clipping, model_parallel_group=None, dp_process_group=None)
+    context: Any = SimpleNamespace(config=SimpleNamespace(optimizer=settings), release=None)
+    core = updater().core
+    states: Any = SimpleNamespace(core=core, names=["wide", "late"], alike=None)
+    made = make_release(host, context, states, 3)
+    assert (made is not None) is is_made and context.release is made
+    if made is not None:
+        assert states.alike is made.alike is not None and made.max_norm == clipping
+
+
+def test_buckets_share_the_bytes_that_updates_may_hold() -> None:
+    for copies in (2, 3):
+        for dtype in (torch.bfloat16, torch.float32):
+            size = bucket_size(copies, dtype)
+            assert 0 <= OUTSTANDING_UPDATE_BYTES - size * copies * dtype.itemsize < copies * dtype.itemsize

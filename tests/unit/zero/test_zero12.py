@@ -147,6 +147,8 @@ def exported_frozen() -> None:
     """Rank 0 alone reads; what others get takes no memory."""
     fixed: Any = torch.nn.Parameter(values_of(RAGGED)["up"].bfloat16(), requires_grad=False)
     zero = zero_optimizer(2, RAGGED, {"fixed": fixed}, linear={"frozen": "fp8"})
+    found, in_fp8 = zero.fp8.resident_bytes(), sum(zero.params[name].numel() for name in WEIGHTS) + fixed.numel()
+    assert found["num_fp8_weights"] == in_fp8 <= found["fp8"] < in_fp8 + 64
     reads, whole = torch.distributed.get_rank() == 0, fixed.detach().clone()
     zero.params["down"].requires_grad = False  # a user has frozen it since
     with zero.fp8.export(wanted=reads, with_frozen=True):

@@ -61,11 +61,12 @@ def test_weights_follow_the_masters_that_a_load_has_set_and_the_flat_buffer_goes
 
 
 def switched() -> None:
-    zero, p = zero_optimizer(3, RAGGED), None
+    zero = zero_optimizer(3, RAGGED)
     p = zero.params["up"]
     p.all_gather_coalesced([p]).wait()
     zero.fp8.set_bf16({"up"})
     assert p.ds_status == ZeroParamStatus.NOT_AVAILABLE  # what is gathered in FP8 is of no use any more
+    assert type(p) is torch.nn.Parameter  # DeepSpeed's own, and no look at it goes through our class
     counter = zero.context.counter
     fp8, hp = counter.fp8, counter.hp
     p.all_gather_coalesced([p]).wait()
