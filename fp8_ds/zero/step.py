@@ -136,8 +136,10 @@ class Step12(ZeroStep):
             return
         host.micro_step_id = INITIAL_MICRO_STEP_ID
         host.timers(STEP_TIMER).start()
-        is_new = update()
-        host.timers(STEP_TIMER).stop()
+        try:
+            is_new = update()
+        finally:  # a step that raises, as where ranks differ, can be taken again
+            host.timers(STEP_TIMER).stop()
         host.timers(GATHER_TIMER).start()
         if is_new:
             self.refresh(True)
@@ -235,10 +237,12 @@ class Step3(ZeroStep):
         if self.release is not None:
             self._wait_for_release()
         host.timers(STEP_TIMER).start()
-        is_new = update()
+        try:
+            is_new = update()
+        finally:
+            host.timers(STEP_TIMER).stop()
         for i in range(len(host.fp16_groups)):
             host.averaged_gradients[i] = None
-        host.timers(STEP_TIMER).stop()
         if is_new:
             host._post_step({STEP_TIMER})
 
