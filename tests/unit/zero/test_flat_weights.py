@@ -17,7 +17,7 @@ from support.zero_training import (
     quantized,
     refresh,
 )
-from torch import nn
+from torch import Tensor, nn
 
 from fp8_ds.comm.layout import ShardRange
 from fp8_ds.nn.linear.payload import ROW
