@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from deepspeed import utils
 from support.threads import on_threads
-from support.zero_hosts import RAGGED, WEIGHTS
+from support.zero_hosts import RAGGED, WEIGHTS, zero_optimizer
 from support.zero_training import (
     assert_high_parts,
     different,
@@ -126,3 +126,43 @@ def write_a_row(stage: int, master: str, factor: float) -> None:
 @pytest.mark.parametrize(("stage", "master", "factor"), [(2, "e4m11", 1.0), (2, "e4m19", 8.0), (3, "e4m11", 8.0)])
 def test_elements_that_a_write_leaves_as_they_were_keep_their_masters(stage: int, master: str, factor: float) -> None:
     on_threads(2, write_a_row, stage, master, factor)
+
+
+def read_what_is_not_there(stage: int) -> None:
+    zero = zero_optimizer(stage, RAGGED, **fp8_states("e4m11"))
+    p = zero.params["up"]
+
+    def read(key: str) -> Any:
+        if stage == 3:
+            return zero._get_fp32_opt_state_partition(p, False, key)
+        return p._hp_mapping.get_hp_fragment(key)
+
+    for key in ("exp_avg", "no_such_state"):  # there are no moments before the first step
+        with pytest.raises((KeyError, ValueError)):
+            read(key)
+    zero.give(gradients(RAGGED, 0))
+    zero.step()
+    read("exp_avg")
+    with pytest.raises((KeyError, ValueError)):
+        read("no_such_state")
+    with pytest.raises((KeyError, ValueError)):
+        utils.safe_set_full_optimizer_state(p, torch.zeros(RAGGED["up"]), "no_such_state")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_states_that_are_not_there_are_neither_read_nor_written(stage: int) -> None:
+    on_threads(1, read_what_is_not_there, stage)
+
+
+def set_frozen() -> None:
+    zero = trained(3, RAGGED, fp8_states("e4m11"), 1)
+    p, before = zero.params["up"], zero.masters()["up"]
+    p.requires_grad = False
+    zero.set_full_hp_param(torch.ones(RAGGED["up"]), p)
+    zero.set_local_hp_param(torch.ones(p.ds_tensor.ds_numel), p)
+    p.requires_grad = True
+    assert torch.equal(zero.masters()["up"], before)
+
+
+def test_a_frozen_weights_master_is_not_set() -> None:
+    on_threads(2, set_frozen)

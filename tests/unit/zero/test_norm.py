@@ -90,3 +90,19 @@ def test_no_rank_steps_if_one_has_a_learning_rate_of_its_own() -> None:
     found = on_threads(3, norm_of, [1e-3, 1e-3, 2e-3], 0)
     for norm, error in found:
         assert math.isnan(norm) and "param_groups: expected the same lr" in error
+
+
+def differ_late() -> None:
+    """The host learns of a skipped step in the next one, in which ranks are alike again."""
+    check, own = HyperparameterCheck(core_of(1e-3), dist.group.WORLD), groups_of(1e-3 * (1 + dist.get_rank()))
+    assert bool(check.sum(torch.ones(1), own).isnan())
+    check.end_step(own, overflow=False)
+    assert float(check.sum(torch.ones(1), groups_of(1e-3))) == 2.0
+    with pytest.raises(ConfigError, match="param_groups"):
+        check.end_step(groups_of(1e-3), overflow=True)
+    check.sum(torch.ones(1), groups_of(1e-3))
+    check.end_step(groups_of(1e-3), overflow=True)  # of a gradient
+
+
+def test_a_step_that_ranks_differed_in_is_named_though_its_flag_comes_late() -> None:
+    on_threads(2, differ_late)

@@ -9,13 +9,21 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from support.threads import on_threads
-from support.zero3_host import NUM_FP8, hooked_shards, refresh, shard_masters, sharded_parameter, whole_bytes
+from support.zero3_host import (
+    NUM_FP8,
+    fp8_shards,
+    hooked_shards,
+    refresh,
+    shard_masters,
+    sharded_parameter,
+    whole_bytes,
+)
 
 from fp8_ds.comm import collectives
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.numerics.scale import scale_from_amax
 from fp8_ds.ops.quantize import quantize
-from fp8_ds.zero.param_hooks import Bf16ParamHooks, hooks_of, share_readers
+from fp8_ds.zero.param_hooks import Bf16ParamHooks, ZeroParamHooks, hooks_of, share_readers
 from fp8_ds.zero.sharded import Bf16Shard
 
 
@@ -140,3 +148,23 @@ def test_hooks_can_be_removed() -> None:
         return bool((p.all_gather, p.partition) == before)
 
     assert on_threads(1, removed) == [True]
+
+
+def test_an_engine_in_fp8_takes_over_a_parameter_that_shared_its_readers() -> None:
+    """As a model that an engine without an optimizer had before."""
+
+    def taken_over() -> bool:
+        params = [sharded_parameter(i, value) for i, value in enumerate(shard_masters())]
+        before = [(p.all_gather, p.partition) for p in params]
+        share_readers(torch.nn.ParameterList(params))
+        shards = fp8_shards(params, shard_masters(), NUM_FP8)
+        for p in params:
+            ZeroParamHooks(p, shards)
+        params[0].all_gather([params[0], params[3]])
+        with torch._C.DisableTorchFunctionSubclass():
+            assert torch.equal(params[0].data, shard_masters()[0].bfloat16())
+        for p in params:
+            hooks_of(p).remove()
+        return [(p.all_gather, p.partition) for p in params] == before
+
+    assert on_threads(2, taken_over) == [True, True]

@@ -75,6 +75,29 @@ def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing_on_any(
     on_threads(3, skipping, stage, master, value, is_late)
 
 
+def scaled(stage: int) -> None:
+    """Of gradients that a loss scale has multiplied: masters, the norm, and the scale's own count of overflows."""
+    found: list[Any] = []
+    for loss_scale in (1.0, 4.0):
+        zero, seen = zero_optimizer(stage, RAGGED, **fp8_states("e4m11")), []
+        zero.loss_scale, zero._update_scale = loss_scale, seen.append
+        zero.give({name: loss_scale * grad for name, grad in gradients(RAGGED, 0).items()})
+        zero.step()
+        broken = gradients(RAGGED, 1)
+        broken["up"][3] = float("inf")
+        norm = float(zero._global_grad_norm)
+        zero.give(broken)
+        zero.step()
+        found.append((zero.states(), norm, seen))
+    assert different(found[0][0], found[1][0]) == []
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-6) and found[0][2] == found[1][2] == [False, True]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_loss_scale_is_taken_out_and_told_of_overflows(stage: int) -> None:
+    on_threads(2, scaled, stage)
+
+
 def clipped(stage: int) -> None:
     zero = zero_optimizer(stage, RAGGED, **fp8_states("e4m11"))
     zero.clip_grad = 0.01
@@ -144,6 +167,7 @@ def test_addresses_are_forgotten_when_states_leave_and_when_they_come_back(kind:
             assert len(prepared) == 0
             zero.give(gradients(RAGGED, 1))
             zero.step()
+        assert zero.offloaded_states == set()
 
     on_threads(1, moved)
 

@@ -84,3 +84,24 @@ def test_masters_that_are_not_there_take_no_memory_and_cannot_be_written() -> No
     assert flat.numel() == 1000 and flat.untyped_storage().nbytes() == 4 and bool(flat.isnan().all())
     with pytest.raises(RuntimeError):
         flat.detach().add_(1.0)
+
+
+def kept_scales() -> None:
+    """The second weight came in FP8 with a scale that its amax would not give."""
+    counter, group = ByteCounter(), dist.group.WORLD
+    stored = torch.tensor(0.75)
+    quantizer = WeightQuantizer(group, SHAPES, OF_RECIPE["tensorwise"], torch.device("cpu"), None, counter, {1: stored})  # type: ignore[arg-type]
+    sources = [weight.clone() for weight in weights()]
+    quantizer.set_parts([Part(x, torch.zeros(x.numel(), dtype=E4M3.dtype), 0) for x in sources])
+    for factor, is_kept in ((1.0, True), (1.0, True), (3.0, False), (1 / 3, True)):
+        sources[1].mul_(factor)
+        sources[1][sources[1].abs().argmax()] = sources[1].abs().max() if factor != 1 / 3 else weights()[1].abs().max()
+        quantizer.refresh(is_step=True)
+        own = float(sources[1].abs().max()) / E4M3.max
+        assert float(quantizer.scale_inv[1]) == pytest.approx(0.75 if is_kept else own, rel=1e-6)
+        assert float(quantizer.scale[1]) == pytest.approx(1 / (0.75 if is_kept else own), rel=1e-6)
+        assert float(quantizer.scale_inv[0]) == pytest.approx(float(sources[0].abs().max()) / E4M3.max, rel=1e-6)
+
+
+def test_a_scale_that_came_with_a_weight_holds_as_long_as_its_largest_element() -> None:
+    on_threads(1, kept_scales)

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from support.threads import on_threads
+from support.zero3_host import sharded_parameter
 from support.zero_hosts import RAGGED, WEIGHTS, values_of, zero_optimizer
-from support.zero_training import assert_follow, assert_same, different, fp8_states, other_values, trained
+from support.zero_training import assert_follow, assert_same, different, fp8_states, gradients, other_values, trained
 
 from fp8_ds.errors import UnsupportedError
 
@@ -143,3 +144,33 @@ def dense_again() -> None:
 
 def test_masters_that_are_made_dense_and_stored_by_the_same_scales_are_as_before() -> None:
     on_threads(2, dense_again)
+
+
+def frozen_from_the_start(states: bool) -> None:
+    """It has no master, and its bytes hold through a step and through dense masters."""
+    value = 3 * values_of(RAGGED)["up"]
+    fixed = sharded_parameter(9, value)
+    fixed.requires_grad = False
+    zero = zero_optimizer(3, RAGGED, {"fixed": fixed}, **(fp8_states("e4m11") if states else {}))
+    shards = zero.fp8.shards
+
+    def read() -> tuple[torch.Tensor, torch.Tensor]:
+        shards.gather(shards.of([fixed])).wait()
+        found = fixed._fp8.data.view(torch.uint8).clone(), fixed._fp8.scale_inv.clone()
+        for weight in shards.of([fixed]):
+            weight.leave()
+        return found
+
+    codes, scale_inv = read()
+    decoded = codes.view(torch.float8_e4m3fn).float() * scale_inv
+    torch.testing.assert_close(decoded, value, rtol=2.0**-4 + 2.0**-8, atol=float(scale_inv) * 2.0**-9)
+    zero.give(gradients(RAGGED, 0))
+    zero.step()
+    with zero.fp8.dense():
+        pass
+    assert all(torch.equal(x, y) for x, y in zip(read(), (codes, scale_inv), strict=True))
+
+
+@pytest.mark.parametrize("states", [False, True])
+def test_a_weight_that_never_trains_is_quantised_once_and_stays(states: bool) -> None:
+    on_threads(2, frozen_from_the_start, states)
