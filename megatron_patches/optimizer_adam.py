@@ -13,9 +13,9 @@ from fp8_ds.comm.layout import ShardRange
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.numerics.predicted import PredictedScales
 from fp8_ds.ops.adamw import AdamShard
+from fp8_ds.ops.adamw.dense import MOMENTS, allocate_lo, read_dense, write_dense
 from fp8_ds.optim.adamw import AdamOptimizer, check_group
-from fp8_ds.optim.core import AdamCore
-from fp8_ds.optim.states import MOMENTS, FlatBuffer, allocate_lo, read_dense, write_dense
+from fp8_ds.optim.core import AdamCore, FlatBuffer
 
 SCALES = "fp8_scale_inv"
 """Key of saved param groups: name -> scale_inv that an FP8 master is stored with. Megatron carries it along unread."""

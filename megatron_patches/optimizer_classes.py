@@ -18,8 +18,8 @@ from megatron.core.optimizer.optimizer import (
 from torch import Tensor
 
 from fp8_ds.numerics.masters import BF16_8, FP32, MasterFormat
+from fp8_ds.numerics.new_masters import weight_id
 from fp8_ds.ops.adamw import AdamShard
-from fp8_ds.optim.states import weight_id
 from megatron_patches.optimizer_adam import MegatronFp8AdamW
 
 

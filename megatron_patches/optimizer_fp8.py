@@ -13,11 +13,12 @@ import torch
 from megatron.core import fp8_utils
 from torch import Tensor
 
+from fp8_ds.comm.collectives import reduced_amaxes
 from fp8_ds.numerics.masters import MasterFormat
+from fp8_ds.numerics.new_masters import SplitQuantizer, write_first_codes
 from fp8_ds.numerics.predicted import PredictedScales
 from fp8_ds.ops.adamw import AdamShard
-from fp8_ds.optim.states import write_dense, write_first, write_first_codes
-from fp8_ds.zero.weights import SplitQuantizer, reduced_amaxes
+from fp8_ds.ops.adamw.dense import write_dense, write_first
 from megatron_patches import compat
 from megatron_patches.optimizer_classes import number_of
 from megatron_patches.transposes import without_ours

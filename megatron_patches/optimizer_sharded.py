@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fp8_ds.numerics.masters import BY_NAME
 from fp8_ds.ops.adamw import AdamShard
-from fp8_ds.optim.states import MOMENTS
-from fp8_ds.zero.weights import virtual_flat
+from fp8_ds.ops.adamw.dense import MOMENTS
+from fp8_ds.optim.core import virtual_flat
 from megatron_patches.optimizer_adam import SCALES, MegatronFp8AdamW
 from megatron_patches.optimizer_classes import format_of, number_of
 from megatron_patches.optimizer_fp8 import Fp8Weights

@@ -72,6 +72,22 @@ def max_reduce(group: dist.ProcessGroup, values: Tensor) -> None:
         theirs.all_reduce(values, op=theirs.ReduceOp.MAX, group=group)
 
 
+def reduced_amaxes(num: int, sources: list[tuple[int, Tensor]], group: dist.ProcessGroup, device: Any) -> Tensor:
+    """Return float32 [num]: the largest magnitude of every weight over all ranks. Collective.
+
+    Args:
+        sources: (weight, a piece of its values) as this rank holds them, any float dtype and device; pieces of no
+            elements are allowed.
+    """
+    amaxes = torch.zeros(num, dtype=torch.float32, device=device)
+    for index, piece in sources:
+        if piece.numel():
+            amax = torch.linalg.vector_norm(piece, float("inf"), dtype=torch.float32).to(device)
+            amaxes[index] = torch.maximum(amaxes[index], amax)
+    max_reduce(group, amaxes)
+    return amaxes
+
+
 def all_to_all(
     received: Tensor,
     sent: Tensor,

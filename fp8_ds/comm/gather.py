@@ -1,21 +1,26 @@
-"""Gather a compact buffer whose runs are uneven, in place."""
+"""Gathers of weights: a compact buffer with uneven runs, in place (ZeRO-1 and 2), and equal shards (ZeRO-3)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fp8_ds.comm.collectives import all_gather, all_to_all, broadcast
-from fp8_ds.comm.layout import ShardRange
+from fp8_ds.comm.layout import CompactLayout, ShardRange, compact_layout
+from fp8_ds.numerics.formats import E4M3
 
 MAX_PADDING = 1.02
 """An uneven gather is padded to equal shares where that moves at most this factor more."""
 MAX_BROADCASTS = 16
 """Largest number of owners that each broadcast their run: NCCL runs broadcasts one after another, each around the ring
 of all ranks. With more owners shares are balanced first."""
+FP8_ALIGNMENT = 16
+HP_ALIGNMENT = 8
+"""Alignment in elements: tensors of either kind start at a multiple of 16 bytes: FP8 GEMMs read 16 at a time."""
 _BALANCED_ALIGNMENT = 128
 """Equal shares are a multiple of this many bytes, for NCCL's loads."""
 
@@ -148,3 +153,83 @@ def _gather_balanced(group: dist.ProcessGroup, buffer: Tensor, runs: Sequence[Sh
             part.shift(-body).narrow(rest).copy_(part.narrow(whole))
         dist.all_reduce(rest, group=group)  # each byte comes from one owner, and zeros from all others
         whole[body:].copy_(rest)
+
+
+def pieces_of(flat: Tensor, ranges: Sequence[ShardRange]) -> list[Tensor]:
+    """Return views of ranges of `flat` (1-D), from one operator. They are in order and do not overlap."""
+    sizes, end = [], 0
+    for one in ranges:
+        sizes += [one.start - end, one.numel]
+        end = one.stop
+    return list(flat.split([*sizes, flat.numel() - end]))[1:-1:2]
+
+
+class CompactBuffer:
+    """The compact buffer of one kind (FP8 or bf16) in one parameter group, and this rank's fragments in it (`own`)."""
+
+    def __init__(
+        self,
+        params: list[Any],
+        flat_starts: list[int],
+        partition_size: int,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.params = params
+        self.group = group
+        self.shapes = [p.shape for p in params]
+        alignment = FP8_ALIGNMENT if dtype == E4M3.dtype else HP_ALIGNMENT
+        self.layout: CompactLayout = compact_layout(
+            flat_starts, [p.numel() for p in params], partition_size, dist.get_world_size(group), alignment
+        )
+        self.own = self.layout.fragments[dist.get_rank(group)]
+        self.own_of = {fragment.index: fragment for fragment in self.own}
+        self.buffer = torch.zeros(self.layout.numel, dtype=dtype, device=device)
+
+    def view(self, index: int) -> Tensor:
+        """Return tensor `index` in its full shape."""
+        return self.layout.in_buffer[index].narrow(self.buffer).view(self.shapes[index])
+
+    def strays(self) -> list[int]:
+        """Return the parameters that no longer are views of the buffer: somebody has assigned another `p.data`."""
+        start, size, dtype = self.buffer.data_ptr(), self.buffer.element_size(), self.buffer.dtype
+        places = enumerate(zip(self.params, self.layout.in_buffer, self.shapes, strict=True))
+        return [
+            index
+            for index, (p, place, shape) in places
+            if p.data_ptr() != start + size * place.start or p.shape != shape or p.dtype != dtype
+        ]
+
+    def copy_own(self, partition: Tensor) -> None:
+        """Copy this rank's fragments out of its partition of the flat group."""
+        if self.own:
+            torch._foreach_copy_(
+                pieces_of(self.buffer, [f.in_buffer for f in self.own]),
+                pieces_of(partition, [f.in_partition for f in self.own]),
+            )
+
+    def gather(self, free_bytes: int = 0) -> int:
+        """Fill the other ranks' runs and return the bytes delivered. Collective."""
+        buffer = self.buffer.view(torch.uint8) if self.buffer.element_size() == 1 else self.buffer
+        return gather_runs(self.group, buffer, self.layout.runs, free_bytes)
+
+
+def adjacent(shards: list[Tensor]) -> Tensor | None:
+    """Return a view of the bytes of 1-D float8 tensors if they lie one behind the other in one storage, else None."""
+    first = shards[0]
+    start = end = first.storage_offset()
+    storage = first.untyped_storage().data_ptr()
+    for shard in shards:
+        if shard.storage_offset() != end or shard.untyped_storage().data_ptr() != storage:
+            return None
+        end += shard.numel()
+    return first.view(torch.uint8).as_strided((end - start,), (1,), start)
+
+
+def join_shards(buffer: Tensor, sizes: Sequence[int], num_ranks: int) -> list[Tensor]:
+    """Copy shards of these sizes, which lie rank by rank in `buffer` (1-D), into one tensor each, in one launch."""
+    whole = [buffer.new_empty(num_ranks * size) for size in sizes]
+    by_rank = [one.view(num_ranks, -1) for one in whole]
+    torch.split_with_sizes_copy(buffer.view(num_ranks, -1), sizes, dim=1, out=by_rank)
+    return whole

@@ -80,6 +80,14 @@ class CompactLayout:
         return tuple(one.in_tensor for owned in self.fragments for one in owned if one.index == index)
 
 
+def aligned_starts(sizes: Sequence[int], alignment: int) -> list[int]:
+    """Return the start of each piece, a multiple of `alignment`, and the end of the last one behind them."""
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + -(-size // alignment) * alignment)
+    return starts
+
+
 def compact_layout(
     flat_starts: Sequence[int],
     numels: Sequence[int],

@@ -23,12 +23,12 @@ from fp8_ds.engine import deepspeed_fixes
 from fp8_ds.engine.compat.config import no_release
 from fp8_ds.engine.ranks import say
 from fp8_ds.errors import UnsupportedError
+from fp8_ds.optim.core import virtual_flat
 from fp8_ds.optim.zero_adamw import ZeroAdamW
 from fp8_ds.zero.release import bucket_size
 from fp8_ds.zero.stage import Fp8Context
 from fp8_ds.zero.stage3 import Fp8ZeroStage3
 from fp8_ds.zero.stage12 import Fp8ZeroStage12
-from fp8_ds.zero.weights import virtual_flat
 
 _HOLDS = (
     "fp8: gradient release saves nothing in this run: with gradient_clipping {} (without the key DeepSpeed takes 1.0, "

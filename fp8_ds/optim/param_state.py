@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fp8_ds.errors import UnsupportedError
+from fp8_ds.numerics.new_masters import CHUNK, amax_of
 from fp8_ds.ops.adamw import AdamShard
-from fp8_ds.optim.core import AdamCore
-from fp8_ds.optim.states import CHUNK, MOMENTS, absorb_flat, dense_flat, has_moments
+from fp8_ds.ops.adamw.dense import MOMENTS, has_moments
+from fp8_ds.optim.core import AdamCore, absorb_flat, dense_flat
 
 BOUND_SUM = "bound_sum"
 """Key of the sum that bounds an update (numerics/predicted.py), float64, in a state whose betas have changed."""
@@ -212,9 +213,3 @@ def absorb_state(core: AdamCore, row: int, state: Mapping[str, Any]) -> None:
         core.sums.set(row, float(state[BOUND_SUM]) if BOUND_SUM in state else None)
     if "step" in state:
         core.step_count[row] = int(state["step"])
-
-
-def amax_of(value: Tensor) -> Tensor:
-    """Return the largest magnitude, float32, 0-dim; 0 if there are no elements."""
-    value = value.float()
-    return torch.linalg.vector_norm(value, float("inf")) if value.numel() else value.new_zeros(())

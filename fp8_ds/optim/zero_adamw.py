@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from fp8_ds.errors import UnsupportedError
+from fp8_ds.ops.adamw.dense import MOMENTS
 from fp8_ds.optim.adamw import AdamOptimizer, check_group
+from fp8_ds.optim.core import dense_flat
 from fp8_ds.optim.param_state import absorb_state
-from fp8_ds.optim.states import MOMENTS, dense_flat
 
 
 class ZeroAdamW(AdamOptimizer):

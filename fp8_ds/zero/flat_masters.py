@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8_ds.optim.states import CHANCE
-from fp8_ds.zero.flat_weights import CompactBuffer, FlatWeights, Place
+from fp8_ds.comm.gather import CompactBuffer
+from fp8_ds.numerics.new_masters import CHANCE, newer, same_bits
+from fp8_ds.zero.flat_weights import FlatWeights, Place
 from fp8_ds.zero.host import Host3, Host12
-from fp8_ds.zero.sharded import Bf16Shard, Fp8Shards, newer, own_elements, same_bits
+from fp8_ds.zero.sharded import Bf16Shard, Fp8Shards, own_elements
 
 
 class Written(NamedTuple):

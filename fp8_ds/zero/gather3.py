@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,30 +10,11 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import z3_leaf_module
 from torch import Tensor, nn
 
+from fp8_ds.comm.gather import join_shards
 from fp8_ds.numerics.formats import E4M3
 
 if TYPE_CHECKING:
     from fp8_ds.zero.sharded import ShardedWeight
-
-
-def adjacent(shards: list[Tensor]) -> Tensor | None:
-    """Return a view of the bytes of 1-D float8 tensors if they lie one behind the other in one storage, else None."""
-    first = shards[0]
-    start = end = first.storage_offset()
-    storage = first.untyped_storage().data_ptr()
-    for shard in shards:
-        if shard.storage_offset() != end or shard.untyped_storage().data_ptr() != storage:
-            return None
-        end += shard.numel()
-    return first.view(torch.uint8).as_strided((end - start,), (1,), start)
-
-
-def join_shards(buffer: Tensor, sizes: Sequence[int], num_ranks: int) -> list[Tensor]:
-    """Copy shards of these sizes, which lie rank by rank in `buffer` (1-D), into one tensor each, in one launch."""
-    whole = [buffer.new_empty(num_ranks * size) for size in sizes]
-    by_rank = [one.view(num_ranks, -1) for one in whole]
-    torch.split_with_sizes_copy(buffer.view(num_ranks, -1), sizes, dim=1, out=by_rank)
-    return whole
 
 
 class Fp8GatherHandle:

@@ -15,27 +15,20 @@ import torch.distributed as dist
 from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from torch import Tensor
 
+from fp8_ds.comm.gather import CompactBuffer
 from fp8_ds.comm.layout import ShardRange
 from fp8_ds.nn.linear.payload import Fp8Payload
 from fp8_ds.numerics.masters import BF16_8
+from fp8_ds.numerics.new_masters import SplitQuantizer, overwrite, weight_id, write_first_codes
 from fp8_ds.ops.adamw import AdamShard
-from fp8_ds.optim.states import (
-    MOMENTS,
-    FlatBuffer,
-    allocate_lo,
-    overwrite,
-    read_dense,
-    weight_id,
-    write_dense,
-    write_first_codes,
-    write_low,
-)
+from fp8_ds.ops.adamw.dense import MOMENTS, allocate_lo, read_dense, write_dense, write_low
+from fp8_ds.optim.core import FlatBuffer, virtual_flat
 from fp8_ds.zero.flat_masters import FlatMasters12
-from fp8_ds.zero.flat_weights import CompactBuffer, FlatWeights, GroupWeights, Place
+from fp8_ds.zero.flat_weights import FlatWeights, GroupWeights, Place
 from fp8_ds.zero.host import Host12
 from fp8_ds.zero.split_states import Masters, SplitStates
 from fp8_ds.zero.stage import Fp8Context
-from fp8_ds.zero.weights import Part, SplitQuantizer, WeightQuantizer, virtual_flat
+from fp8_ds.zero.weights import Part, WeightQuantizer
 
 
 class _Masters12(Masters):

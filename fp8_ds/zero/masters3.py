@@ -13,17 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8_ds.comm.collectives import reduced_amaxes
 from fp8_ds.comm.layout import ShardRange
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.numerics.masters import BF16_8
+from fp8_ds.numerics.new_masters import SplitQuantizer, weight_id
 from fp8_ds.ops.adamw import AdamShard
-from fp8_ds.optim.states import MOMENTS, FlatBuffer, allocate_lo, read_dense, weight_id, write_dense
+from fp8_ds.ops.adamw.dense import MOMENTS, allocate_lo, read_dense, write_dense
+from fp8_ds.optim.core import FlatBuffer
 from fp8_ds.zero.flat_masters import FlatMasters3
 from fp8_ds.zero.host import Host3
 from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight, own_elements
 from fp8_ds.zero.split_states import Masters, SplitStates
 from fp8_ds.zero.stage import Fp8Context
-from fp8_ds.zero.weights import Part, SplitQuantizer, WeightQuantizer, reduced_amaxes
+from fp8_ds.zero.weights import Part, WeightQuantizer
 
 Original = Callable[..., Any]
 

@@ -19,7 +19,8 @@ import torch
 from deepspeed import comm as ds_comm
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from fp8_ds.zero.gather3 import Fetch, join_shards
+from fp8_ds.comm.gather import join_shards
+from fp8_ds.zero.gather3 import Fetch
 from fp8_ds.zero.sharded import Fp8Shards, Gathered
 
 

@@ -27,7 +27,8 @@ from fp8_ds.comm.layout import OUTSTANDING_UPDATE_BYTES
 from fp8_ds.errors import ConfigError
 from fp8_ds.numerics.scale import AmaxHistory
 from fp8_ds.ops.adamw import StepInputs
-from fp8_ds.optim.core import AdamCore, StepCache
+from fp8_ds.ops.step_cache import StepCache
+from fp8_ds.optim.core import AdamCore
 from fp8_ds.zero.host import ZeroHost
 from fp8_ds.zero.norm import HyperparameterCheck, clip_factor
 from fp8_ds.zero.split_states import SplitStates

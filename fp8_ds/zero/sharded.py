@@ -16,14 +16,16 @@ from torch import Tensor
 
 from fp8_ds.comm import collectives
 from fp8_ds.comm.collectives import ByteCounter, max_reduce
-from fp8_ds.comm.layout import ShardRange
+from fp8_ds.comm.gather import adjacent
+from fp8_ds.comm.layout import ShardRange, aligned_starts
 from fp8_ds.nn.linear.parameter import Fp8Parameter
 from fp8_ds.nn.linear.payload import Fp8Payload
 from fp8_ds.nn.linear.stored import StoredScales
 from fp8_ds.numerics.formats import E4M3
+from fp8_ds.numerics.new_masters import SplitQuantizer, newer
 from fp8_ds.ops.quantize import quantize_part
-from fp8_ds.zero.gather3 import Fp8GatherHandle, InFlight, adjacent
-from fp8_ds.zero.weights import SplitQuantizer, WeightQuantizer, aligned_starts
+from fp8_ds.zero.gather3 import Fp8GatherHandle, InFlight
+from fp8_ds.zero.weights import WeightQuantizer
 
 _ALIGNMENT = 16
 """Alignment in bytes: FP8 GEMMs read 16 at a time."""
@@ -251,27 +253,11 @@ def own_elements(param: Any) -> ShardRange:
     return ShardRange(start, max(start, min(start + numel, int(param.ds_numel))))
 
 
-_BITS = {2: torch.int16, 4: torch.int32}
 _OF_STATUS = {
     ZeroParamStatus.NOT_AVAILABLE: Gathered.SHARDED,
     ZeroParamStatus.INFLIGHT: Gathered.IN_FLIGHT,
     ZeroParamStatus.AVAILABLE: Gathered.UNSHARDED_BF16,
 }
-
-
-def newer(source: Tensor, read: Tensor) -> Tensor:
-    """Return `source` (hp) where it rounds to `read`, else `read`: unchanged elements keep full precision. 1-D.
-
-    Args:
-        read: bf16; float32 where DeepSpeed has left that, as in a LoRA whose base zero.Init has sharded.
-    """
-    return torch.where(same_bits(source.to(read.dtype), read), source.float(), read.float())
-
-
-def same_bits(left: Tensor, right: Tensor) -> Tensor:
-    """Return which elements are the same, bit for bit; both tensors are bf16, or float32."""
-    bits = _BITS[left.element_size()]
-    return left.view(bits) == right.view(bits)
 
 
 class Fp8Shards:

@@ -16,18 +16,19 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import Tensor
 
-from fp8_ds.comm.collectives import max_reduce
+from fp8_ds.comm.collectives import max_reduce, reduced_amaxes
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.numerics.masters import BY_NAME, MasterFormat
+from fp8_ds.numerics.new_masters import SplitQuantizer
 from fp8_ds.numerics.predicted import PredictedScales
 from fp8_ds.ops.adamw import AdamShard
+from fp8_ds.ops.adamw.dense import is_exact, write_first
 from fp8_ds.ops.squares import SumOfSquares
-from fp8_ds.optim.core import AdamCore
-from fp8_ds.optim.states import FlatBuffer, absorb_flat, dense_flat, is_exact, write_first
+from fp8_ds.optim.core import AdamCore, FlatBuffer, absorb_flat, dense_flat, virtual_flat
 from fp8_ds.zero.host import ZeroHost
 from fp8_ds.zero.norm import HyperparameterCheck, OverflowFlag, clip_factor, global_norm, overflow_flag
 from fp8_ds.zero.stage import Fp8Context
-from fp8_ds.zero.weights import SplitQuantizer, WeightQuantizer, reduced_amaxes, virtual_flat
+from fp8_ds.zero.weights import WeightQuantizer
 
 _MOVED = {OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params}
 

@@ -1,7 +1,6 @@
 """WeightQuantizer: one amax all-reduce a step for all FP8 weights, then every rank quantises what it owns.
 
-With split masters, whose high parts are the FP8 bytes, `SplitQuantizer` holds the scales in its place, and DeepSpeed's
-flat masters are tensors of no size.
+With split masters, whose high parts are the FP8 bytes, `SplitQuantizer` (numerics/new_masters.py) is in its place.
 """
 
 from __future__ import annotations
@@ -9,21 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fp8_ds.comm.collectives import ByteCounter, max_reduce
-from fp8_ds.nn.linear.payload import TENSOR, Granularity
+from fp8_ds.comm.layout import aligned_starts
+from fp8_ds.nn.linear.payload import Granularity
 from fp8_ds.numerics.formats import E4M3
-from fp8_ds.numerics.masters import MasterFormat, encode
-from fp8_ds.numerics.predicted import PredictedScales
+from fp8_ds.numerics.new_masters import CHUNK
 from fp8_ds.numerics.scale import AmaxHistory
 from fp8_ds.ops.quantize import quantize, quantize_part
 from fp8_ds.ops.quantize.multi_tensor import MultiTensorQuantize, QuantizePart
-from fp8_ds.optim.states import CHUNK
 
 _ALIGNMENT = 4
 """A weight's scales start every 4 floats: cuBLASLt reads a scale through a pointer aligned to 16 bytes."""
@@ -214,62 +212,3 @@ class WeightQuantizer:
         if self.granularity.is_tensor:
             return QuantizePart(part.source, part.shard, grid)
         return QuantizePart(part.source, part.shard, grid, part.start, self._shapes[index][1], self._block(index))
-
-
-def aligned_starts(sizes: Sequence[int], alignment: int) -> list[int]:
-    """Return the start of each piece, a multiple of `alignment`, and the end of the last one behind them."""
-    starts = [0]
-    for size in sizes:
-        starts.append(starts[-1] + -(-size // alignment) * alignment)
-    return starts
-
-
-def virtual_flat(numel: int, device: torch.device | str) -> Tensor:
-    """Make a float32 leaf of `numel` elements in the memory of one, in the place of DeepSpeed's flat masters.
-
-    Reading it gives NaN; writing it raises, as into any expanded tensor.
-    """
-    return torch.full((1,), float("nan"), dtype=torch.float32, device=device).expand(numel).requires_grad_()
-
-
-class SplitQuantizer:
-    """Replacement of `WeightQuantizer` where the masters, in `fmt`, contain the FP8 bytes."""
-
-    def __init__(self, scales: PredictedScales, fmt: MasterFormat) -> None:
-        self.scales = scales
-        self.fmt = fmt
-        self.group = scales.group
-        self.scale, self.scale_inv = scales.scale, scales.scale_inv
-
-    @torch.no_grad()
-    def amax_of(self, index: int, value: Tensor, start: int = 0) -> Tensor:
-        """Return the largest magnitude of `value`, a part of weight `index`: float32, 0-dim."""
-        return TENSOR.amax(value, ())
-
-    @torch.no_grad()
-    def rescale(self, index: int, amax: Tensor) -> None:
-        """Give weight `index` the scale of `amax` (0-dim), the same on all ranks if `amax` is."""
-        self.scales.replace(index, amax)
-
-    @torch.no_grad()
-    def quantize_into(self, out: Tensor, value: Tensor, index: int, start: int = 0) -> None:
-        """Write the high parts of `value` (1-D), wherever in the weight it starts, into `out` (1-D float8)."""
-        target = out.view(torch.uint8)
-        for source, bytes_ in zip(value.split(CHUNK), target.split(CHUNK), strict=True):
-            bytes_.copy_(encode(source.float(), self.fmt, self.scale_inv[index])[0])
-
-
-def reduced_amaxes(num: int, sources: list[tuple[int, Tensor]], group: dist.ProcessGroup, device: Any) -> Tensor:
-    """Return float32 [num]: the largest magnitude of every weight over all ranks. Collective.
-
-    Args:
-        sources: (weight, a piece of its values) as this rank holds them, any float dtype and device; pieces of no
-            elements are allowed.
-    """
-    amaxes = torch.zeros(num, dtype=torch.float32, device=device)
-    for index, piece in sources:
-        if piece.numel():
-            amax = torch.linalg.vector_norm(piece, float("inf"), dtype=torch.float32).to(device)
-            amaxes[index] = torch.maximum(amaxes[index], amax)
-    max_reduce(group, amaxes)
-    return amaxes

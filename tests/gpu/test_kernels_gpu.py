@@ -44,8 +44,7 @@ from fp8_ds.ops.weighted_sum import (
     weighted_sum_backward_reference,
     weighted_sum_reference,
 )
-from fp8_ds.optim.core import AdamCore
-from fp8_ds.optim.states import FlatBuffer
+from fp8_ds.optim.core import AdamCore, FlatBuffer
 from fp8_ds.testing import assert_bitwise, sqnr_db
 from fp8_ds.zero.release import ReleaseUpdater
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from fp8_ds.config import Fp8Config
 from fp8_ds.numerics.scale import AmaxHistory
+from fp8_ds.optim.core import virtual_flat
 from fp8_ds.optim.zero_adamw import ZeroAdamW
 from fp8_ds.zero.stage import Fp8Context
 from fp8_ds.zero.stage3 import Fp8ZeroStage3
 from fp8_ds.zero.stage12 import Fp8ZeroStage12
-from fp8_ds.zero.weights import virtual_flat
 from support.zero3_host import sharded_parameter
 
 ALIGNED = {"embedding": (16, 128), "up": (64, 128), "down": (128, 64), "gain": (512,)}

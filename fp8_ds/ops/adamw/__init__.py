@@ -14,8 +14,8 @@ from torch import Tensor
 from fp8_ds.numerics.masters import MasterFormat, decode
 from fp8_ds.ops._register import triton_of
 from fp8_ds.ops.adamw import reference
+from fp8_ds.ops.adamw.hyper import Hyper as Hyper
 from fp8_ds.ops.adamw.shards import AdamShard as AdamShard
-from fp8_ds.ops.adamw.shards import Hyper as Hyper
 from fp8_ds.ops.adamw.shards import StepInputs as StepInputs
 
 _DECODED_DTYPES = (torch.bfloat16, torch.float32)

@@ -29,7 +29,7 @@ from fp8_ds.ops.adamw.arithmetic import (
     root_and_reciprocal,
     words_of,
 )
-from fp8_ds.ops.adamw.shards import Hyper
+from fp8_ds.ops.adamw.hyper import Hyper
 
 _GROUP = tl.constexpr(moments.GROUP)
 _M_MAX = tl.constexpr(E4M3.max)

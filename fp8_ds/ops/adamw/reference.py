@@ -23,7 +23,8 @@ from fp8_ds.numerics.moments import (
     to_groups,
 )
 from fp8_ds.numerics.rounding import moment_noise, noise
-from fp8_ds.ops.adamw.shards import AdamShard, Hyper, StepInputs
+from fp8_ds.ops.adamw.hyper import Hyper
+from fp8_ds.ops.adamw.shards import AdamShard, StepInputs
 
 
 def adamw_step(shards: Sequence[AdamShard], grads: Sequence[Tensor | None], inputs: StepInputs) -> None:

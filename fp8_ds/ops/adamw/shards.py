@@ -3,32 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 
 import torch
 from torch import Tensor
 
 from fp8_ds.comm.layout import ShardRange
 from fp8_ds.numerics.masters import MasterFormat
-
-
-class Hyper(IntEnum):
-    """Columns of the hyperparameter rows, float32 [num_param_groups, 16] on the device."""
-
-    LR = 0
-    BETA1 = 1
-    BETA2 = 2
-    ONE_MINUS_BETA1 = 3
-    ONE_MINUS_BETA2 = 4
-    EPS = 5
-    """`eps * (1 - beta1**t)`"""
-    DECAY = 6
-    """AdamW: `1 - lr * weight_decay`, multiplies the weight. Adam (L2): weight_decay, adds weight to gradient."""
-    ROOT_FACTOR = 7
-    """`(1 - beta1**t) / sqrt(1 - beta2**t)`: the update is `m / (sqrt(v) * ROOT_FACTOR + EPS)`."""
-    BOUND = 8
-    """R_t: the update is clamped to it."""
-    WIDTH = 16
 
 
 @dataclass

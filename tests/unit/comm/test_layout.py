@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.properties import settled
 
-from fp8_ds.comm.gather import gathered_bytes
+from fp8_ds.comm.gather import FP8_ALIGNMENT, HP_ALIGNMENT, gathered_bytes
 from fp8_ds.comm.layout import CompactLayout, ShardRange, compact_layout
-from fp8_ds.zero.flat_weights import _HP_FREE_BYTES, FP8_ALIGNMENT, HP_ALIGNMENT
+from fp8_ds.zero.flat_weights import _HP_FREE_BYTES
 
 Group = tuple[list[int], list[int], int, int, int]
 """starts, numels, partition size, number of ranks, alignment."""

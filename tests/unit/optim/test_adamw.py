@@ -55,7 +55,7 @@ def run(optimizer: torch.optim.Optimizer, num_steps: int, first_step: int = 0, c
 
 def masters(optimizer: Fp8AdamW) -> list[Tensor]:
     """float32 masters in order of the parameters."""
-    from fp8_ds.optim.states import dense_flat
+    from fp8_ds.optim.core import dense_flat
 
     core = optimizer.core
     shapes = [p.shape for p in optimizer.flat_params()]

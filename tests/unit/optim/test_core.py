@@ -12,8 +12,7 @@ from support.bounds import update_bound
 
 from fp8_ds.numerics.predicted import PredictedScales
 from fp8_ds.ops.adamw import Hyper
-from fp8_ds.optim.core import AdamCore, StepCache
-from fp8_ds.optim.states import FlatBuffer
+from fp8_ds.optim.core import AdamCore, FlatBuffer, StepCache
 
 BETAS = [(0.9, 0.95), (0.8, 0.999), (0.0, 0.99)]
 

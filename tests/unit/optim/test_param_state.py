@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from fp8_ds.comm.layout import ShardRange
 from fp8_ds.numerics.masters import BF16_8, E4M11, E4M19, FP32, MasterFormat
 from fp8_ds.numerics.predicted import PredictedScales, pow2_scale_inv
-from fp8_ds.optim.core import AdamCore
+from fp8_ds.optim.core import AdamCore, FlatBuffer
 from fp8_ds.optim.param_state import ParamState, absorb_state, amax_of, checked_state
-from fp8_ds.optim.states import FlatBuffer
 
 CPU = torch.device("cpu")
 SHAPE = (10, 30)

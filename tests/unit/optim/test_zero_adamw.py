@@ -14,8 +14,7 @@ from fp8_ds import UnsupportedError
 from fp8_ds.comm.layout import ShardRange
 from fp8_ds.numerics.masters import BF16_8, E4M11, FP32
 from fp8_ds.numerics.predicted import PredictedScales
-from fp8_ds.optim.core import AdamCore
-from fp8_ds.optim.states import FlatBuffer
+from fp8_ds.optim.core import AdamCore, FlatBuffer
 from fp8_ds.optim.zero_adamw import ZeroAdamW
 
 CPU = torch.device("cpu")

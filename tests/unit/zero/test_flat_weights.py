@@ -19,11 +19,12 @@ from support.zero_training import (
 )
 from torch import Tensor, nn
 
+from fp8_ds.comm.gather import CompactBuffer, pieces_of
 from fp8_ds.comm.layout import ShardRange
 from fp8_ds.nn.linear.payload import ROW
 from fp8_ds.nn.linear.stored import StoredScales
 from fp8_ds.numerics.formats import E4M3
-from fp8_ds.zero.flat_weights import CompactBuffer, freeze, pieces_of
+from fp8_ds.zero.flat_weights import freeze
 
 SHAPES = [(3, 5), (40,), (2, 33), (7,)]
 NUM_RANKS = 3

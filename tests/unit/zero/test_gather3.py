@@ -15,7 +15,8 @@ from support.zero3_host import hooked_shards
 from torch import nn
 
 from fp8_ds.comm import collectives
-from fp8_ds.zero.gather3 import Fetch, InFlight, adjacent, join_shards
+from fp8_ds.comm.gather import adjacent, join_shards
+from fp8_ds.zero.gather3 import Fetch, InFlight
 
 
 class Handle:

@@ -17,8 +17,8 @@ from fp8_ds.errors import ConfigError
 from fp8_ds.numerics.masters import E4M11
 from fp8_ds.numerics.predicted import PredictedScales
 from fp8_ds.ops.adamw import AdamShard
-from fp8_ds.optim.core import AdamCore
-from fp8_ds.optim.states import FlatBuffer, allocate_lo
+from fp8_ds.ops.adamw.dense import allocate_lo
+from fp8_ds.optim.core import AdamCore, FlatBuffer
 from fp8_ds.zero.norm import HyperparameterCheck, OverflowFlag, clip_factor, global_norm, overflow_flag
 
 

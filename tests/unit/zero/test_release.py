@@ -20,8 +20,8 @@ from fp8_ds.numerics.masters import E4M11, FP32, MasterFormat
 from fp8_ds.numerics.predicted import PredictedScales
 from fp8_ds.numerics.scale import AmaxHistory
 from fp8_ds.ops.adamw import AdamShard
-from fp8_ds.optim.core import AdamCore
-from fp8_ds.optim.states import FlatBuffer, allocate_lo, write_dense
+from fp8_ds.ops.adamw.dense import allocate_lo, write_dense
+from fp8_ds.optim.core import AdamCore, FlatBuffer
 from fp8_ds.zero.release import ReleaseUpdater, bucket_size, make_release, refuse_model_parallel
 
 SIZES = {"wide": 300, "late": 128, "small": 5, "far": 200}

@@ -27,7 +27,7 @@ from fp8_ds.errors import ConfigError
 from fp8_ds.numerics.masters import BY_NAME
 from fp8_ds.numerics.scale import scale_from_amax
 from fp8_ds.ops.adamw import AdamShard
-from fp8_ds.optim.states import allocate_lo, read_dense
+from fp8_ds.ops.adamw.dense import allocate_lo, read_dense
 
 
 def after_steps(stage: int, master: str) -> dict[str, Tensor]:

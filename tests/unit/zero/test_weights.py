@@ -11,11 +11,12 @@ from support.inputs import many_scales
 from support.threads import on_threads
 from torch import Tensor
 
-from fp8_ds.comm.collectives import ByteCounter
+from fp8_ds.comm.collectives import ByteCounter, reduced_amaxes
 from fp8_ds.nn.linear.payload import OF_RECIPE, Granularity
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.numerics.scale import AmaxHistory
-from fp8_ds.zero.weights import Part, WeightQuantizer, reduced_amaxes, virtual_flat
+from fp8_ds.optim.core import virtual_flat
+from fp8_ds.zero.weights import Part, WeightQuantizer
 
 SHAPES = [(3, 5), (40, 150), (1, 129)]
 

@@ -1,4 +1,4 @@
-"""The shards of an optimizer: first masters, moments, dense float32 form, users' writes, and places in flat tensors.
+"""Masters made from values: the first ones, and those that users write.
 
 The first master of a bf16 weight in FP8 is one of the many float32 numbers that round to it. By a power of two one bf16
 number in 16 lies exactly between two FP8 numbers, and the first update, however small, moves half of these by a whole
@@ -13,153 +13,22 @@ every rank alike.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fp8_ds.comm.layout import ShardRange
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.numerics.masters import MasterFormat, decode, encode
-from fp8_ds.numerics.moments import (
-    GROUP,
-    dequantize_m,
-    dequantize_root,
-    from_groups,
-    quantize_m,
-    quantize_root,
-    to_groups,
-)
 from fp8_ds.numerics.predicted import PredictedScales
 from fp8_ds.numerics.rounding import noise
-from fp8_ds.ops.adamw import AdamShard, decode_master
 
 CHUNK = 1 << 24
 """Elements converted at a time, a multiple of 128: bounds the float32 temporaries to 64 MiB each."""
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Names that torch's Adam gives the moments in a state_dict."""
 
-
-@dataclass
-class FlatBuffer:
-    """A tensor that the optimizer sees as one parameter, and the shards it is made of; gaps are padding.
-
-    Args:
-        row: index of its hyperparameters and of its step count.
-        numel: elements, padding included.
-        pieces: the shards, and which of its elements they are.
-    """
-
-    row: int
-    numel: int
-    pieces: list[tuple[ShardRange, AdamShard]]
-
-    @property
-    def shards(self) -> list[AdamShard]:
-        return [shard for _, shard in self.pieces]
-
-    def split(self, x: Tensor) -> list[tuple[AdamShard, Tensor]]:
-        """Return the shards that are not empty, each with a view of its elements of `x` ([numel])."""
-        return [(shard, elements.narrow(x)) for elements, shard in self.pieces if shard.numel]
-
-
-def has_moments(shard: AdamShard) -> bool:
-    return shard.m.numel() > 0 or shard.numel == 0
-
-
-def allocate_lo(shard: AdamShard, device: torch.device) -> None:
-    """Allocate a low part of zeros: the master equals the compute weight."""
-    if shard.fmt.is_split:
-        shard.lo = torch.zeros(shard.num_groups * GROUP, dtype=shard.fmt.lo_dtype, device=device)
-
-
-def chunks(shard: AdamShard) -> Iterator[tuple[AdamShard, ShardRange]]:
-    """Yield parts of a shard, split where groups end, each with its place in the shard."""
-    start, stop = shard.start, shard.start + shard.numel
-    while start < stop:
-        elements = ShardRange(start, min(start + CHUNK - start % GROUP, stop))
-        yield shard.part(elements), elements.shift(-shard.start)
-        start = elements.stop
-
-
-def lo_of(shard: AdamShard) -> Tensor:
-    """Return the low parts of a shard's own elements: a view, [shard.numel]."""
-    assert shard.lo is not None
-    return shard.lo.narrow(0, shard.head, shard.numel)
-
-
-@torch.no_grad()
-def read_dense(shard: AdamShard, key: str | None, out: Tensor, scale_inv: Tensor | None) -> None:
-    """Fill `out` (float32 or bf16 [numel], any device) with the master (key None) or a moment by its torch name.
-
-    Args:
-        scale_inv: the scale vector that the masters are stored with.
-    """
-    for part, place in chunks(shard):
-        target = place.narrow(out)
-        if key is None and part.lo is None:
-            target.copy_(part.hi)
-        elif key is None:
-            decode_master(part.hi, lo_of(part).to(part.hi.device), part.fmt, _scale_of(part, scale_inv), target)
-        elif key == "exp_avg":
-            groups = dequantize_m(part.m.view(-1, GROUP), part.m_scale_inv)
-            target.copy_(from_groups(groups, part.numel, part.start))
-        else:
-            groups = dequantize_root(part.v.view(-1, GROUP), part.v_scale_inv)
-            root = from_groups(groups, part.numel, part.start)
-            target.copy_(root * root)
-
-
-def _scale_of(shard: AdamShard, scale_inv: Tensor | None) -> Tensor | None:
-    """Return the scale of a shard's master on the device of its high part; `offload_states` may have moved either."""
-    if not shard.fmt.is_fp8 or scale_inv is None:
-        return None
-    return scale_inv[shard.scale_index].to(shard.hi.device)
-
-
-@torch.no_grad()
-def write_dense(shard: AdamShard, key: str | None, value: Tensor, scale_inv: Tensor | None) -> None:
-    """Quantise `value` (1-D [numel], floating, any device) into the shard, to nearest. Inverse of `read_dense`."""
-    for part, place in chunks(shard):
-        piece = place.narrow(value).to(device=part.hi.device, dtype=torch.float32)
-        if key is None and part.lo is None:
-            part.hi.copy_(piece)
-        elif key is None:
-            hi, lo = encode(piece, part.fmt, _scale_of(part, scale_inv))
-            part.hi.copy_(hi)
-            lo_of(part).copy_(lo)
-        elif key == "exp_avg":
-            codes, scales = quantize_m(to_groups(piece, part.start))
-            part.m.view(-1, GROUP).copy_(codes)
-            part.m_scale_inv.copy_(scales)
-        else:
-            codes, scales = quantize_root(to_groups(piece.double().sqrt().float(), part.start))
-            part.v.view(-1, GROUP).copy_(codes)
-            part.v_scale_inv.copy_(scales)
-
-
-def dense_flat(flat: FlatBuffer, key: str | None, scale_inv: Tensor | None, device: torch.device | str) -> Tensor:
-    """Return float32 [flat.numel] on `device`, with zeros in the padding."""
-    out = torch.zeros(flat.numel, dtype=torch.float32, device=device)
-    for shard, own in flat.split(out):
-        read_dense(shard, key, own, scale_inv)
-    return out
-
-
-def absorb_flat(flat: FlatBuffer, key: str | None, value: Tensor, scale_inv: Tensor | None) -> None:
-    """Quantise a dense float32 [flat.numel] into the shards of `flat`."""
-    for shard, own in flat.split(value):
-        write_dense(shard, key, own, scale_inv)
-
-
-@torch.no_grad()
-def is_exact(shard: AdamShard, value: Tensor, scales: PredictedScales) -> bool:
-    """Whether the master of an FP8 shard is `value` (bf16 [shard.numel]). Waits for the device."""
-    master = torch.empty(shard.numel, dtype=torch.float32, device=shard.hi.device)
-    read_dense(shard, None, master, scales.scale_inv)
-    return torch.equal(master, value.to(master))
+def weight_id(name: str) -> int:
+    """Return the number of a weight for rounding noise, from its name: the same in every run and on every rank."""
+    return zlib.crc32(name.encode())
 
 
 def encode_first(
@@ -192,17 +61,6 @@ def encode_first(
 
 
 @torch.no_grad()
-def write_first(shard: AdamShard, value: Tensor, scales: PredictedScales, seed: int | None) -> None:
-    """Make `value` (bf16 [shard.numel]) the master of an FP8 shard. `seed`: see `encode_first`."""
-    scale_inv, amax = scales.scale_inv[shard.scale_index], scales.amax[shard.scale_index]
-    for part, place in chunks(shard):
-        piece = place.narrow(value).to(part.hi.device)
-        hi, lo = encode_first(piece, part.fmt, scale_inv, amax, seed, part.param_id, part.start)
-        part.hi.copy_(hi)
-        lo_of(part).copy_(lo)
-
-
-@torch.no_grad()
 def write_first_codes(
     codes: Tensor,
     value: Tensor,
@@ -220,11 +78,6 @@ def write_first_codes(
         piece = value[start : start + CHUNK]
         numbers = scales.scale_inv[index], scales.amax[index], seed, param_id, start
         codes[start : start + CHUNK] = encode_first(piece, fmt, *numbers)[0]
-
-
-def weight_id(name: str) -> int:
-    """Return the number of a weight for rounding noise, from its name: the same in every run and on every rank."""
-    return zlib.crc32(name.encode())
 
 
 _MANTISSA_BITS = 3
@@ -296,9 +149,50 @@ def _write_codes(codes: Tensor, value: Tensor, kept: Tensor, old: Tensor, new: T
         code.copy_(torch.where(keep, (code & 0x80) | moved, encode(source.float(), fmt, new)[0]))
 
 
-@torch.no_grad()
-def write_low(shard: AdamShard, value: Tensor, kept: Tensor, scale_inv: Tensor) -> None:
-    """Write the low parts of `value` ([shard.numel]) to a shard, except where `kept` (bool)."""
-    for part, place in chunks(shard):
-        lo = encode(place.narrow(value).float(), part.fmt, scale_inv[part.scale_index])[1]
-        lo_of(part).copy_(torch.where(place.narrow(kept), lo_of(part), lo))
+def newer(source: Tensor, read: Tensor) -> Tensor:
+    """Return `source` (hp) where it rounds to `read`, else `read`: unchanged elements keep full precision. 1-D.
+
+    Args:
+        read: bf16; float32 where DeepSpeed has left that, as in a LoRA whose base zero.Init has sharded.
+    """
+    return torch.where(same_bits(source.to(read.dtype), read), source.float(), read.float())
+
+
+def same_bits(left: Tensor, right: Tensor) -> Tensor:
+    """Return which elements are the same, bit for bit; both tensors are bf16, or float32."""
+    bits = {2: torch.int16, 4: torch.int32}[left.element_size()]
+    return left.view(bits) == right.view(bits)
+
+
+def amax_of(value: Tensor) -> Tensor:
+    """Return the largest magnitude of `value` (any float dtype), float32, 0-dim; 0 if there are no elements."""
+    if not value.numel():
+        return torch.zeros((), dtype=torch.float32, device=value.device)
+    return torch.linalg.vector_norm(value, float("inf"), dtype=torch.float32)
+
+
+class SplitQuantizer:
+    """Replacement of `WeightQuantizer` where the masters, in `fmt`, contain the FP8 bytes."""
+
+    def __init__(self, scales: PredictedScales, fmt: MasterFormat) -> None:
+        self.scales = scales
+        self.fmt = fmt
+        self.group = scales.group
+        self.scale, self.scale_inv = scales.scale, scales.scale_inv
+
+    @torch.no_grad()
+    def amax_of(self, index: int, value: Tensor, start: int = 0) -> Tensor:
+        """Return the largest magnitude of `value`, a part of weight `index`: float32, 0-dim."""
+        return amax_of(value)
+
+    @torch.no_grad()
+    def rescale(self, index: int, amax: Tensor) -> None:
+        """Give weight `index` the scale of `amax` (0-dim), the same on all ranks if `amax` is."""
+        self.scales.replace(index, amax)
+
+    @torch.no_grad()
+    def quantize_into(self, out: Tensor, value: Tensor, index: int, start: int = 0) -> None:
+        """Write the high parts of `value` (1-D), wherever in the weight it starts, into `out` (1-D float8)."""
+        target = out.view(torch.uint8)
+        for source, bytes_ in zip(value.split(CHUNK), target.split(CHUNK), strict=True):
+            bytes_.copy_(encode(source.float(), self.fmt, self.scale_inv[index])[0])

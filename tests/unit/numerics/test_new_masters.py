@@ -1,4 +1,4 @@
-"""First masters: the bf16 weight to every reader of bf16, no ties, the same bytes for a part and the whole; chunks."""
+"""First masters: the bf16 weight to every reader of bf16, no ties, the same bytes for a part and the whole."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.adam_shards import clone_shard, differences, make_shard
 from torch import Tensor
 
-from fp8_ds.comm.layout import ShardRange
-from fp8_ds.numerics.masters import BF16_8, E4M11, E4M19, FP32, MasterFormat, decode, encode
+from fp8_ds.numerics.masters import E4M11, E4M19, MasterFormat, decode, encode
+from fp8_ds.numerics.new_masters import encode_first
 from fp8_ds.numerics.predicted import pow2_scale_inv
 from fp8_ds.numerics.rounding import noise
-from fp8_ds.optim import states
-from fp8_ds.optim.states import encode_first, write_low
 
 FORMATS = pytest.mark.parametrize("fmt", [E4M19, E4M11], ids=lambda fmt: fmt.name)
 
@@ -99,44 +96,3 @@ def test_the_forward_sees_the_first_update_once(fmt: MasterFormat) -> None:
     assert shares == pytest.approx([1, 1, 1], abs=0.2)
     of_ties = [seen(plain(value, fmt)[0], value.float(), fmt, scale_inv, update) for update in (1.5e-5, 4.5e-5)]
     assert of_ties[0] > 2.5  # without noise: half of one weight in 16 moves by a step of FP8
-
-
-@pytest.mark.parametrize("fmt", [FP32, E4M19, E4M11, BF16_8], ids=lambda fmt: fmt.name)
-@pytest.mark.parametrize("start", [0, 199])
-def test_a_shard_is_read_and_written_in_chunks_as_in_one(
-    fmt: MasterFormat, start: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shards = [make_shard(fmt, 1000, start, seed) for seed in (0, 1)]
-    scale_inv = torch.tensor([2.0**-14])
-    found = []
-    for chunk in (1 << 24, 256):
-        monkeypatch.setattr(states, "CHUNK", chunk)
-        source, target = map(clone_shard, shards)
-        kept = torch.arange(1000) % 3 == 0
-        values = {key: torch.empty(1000, dtype=torch.float32) for key in (None, *states.MOMENTS)}
-        for key, value in values.items():
-            states.read_dense(source, key, value, scale_inv)
-            states.write_dense(target, key, value, scale_inv)
-        assert differences(target, source) == []
-        if fmt.is_split:
-            write_low(target, values[None].flip(0), kept, scale_inv)
-        found.append((target, values))
-    (whole, expected), (pieces, got) = found
-    assert differences(pieces, whole) == []
-    assert all(torch.equal(got[key], expected[key]) for key in expected)
-
-
-@pytest.mark.parametrize("fmt", [FP32, E4M11], ids=lambda fmt: fmt.name)
-@pytest.mark.parametrize(("start", "stop"), [(199, 199), (199, 230), (256, 512), (300, 777), (1100, 1199)])
-def test_a_part_of_a_shard_has_its_own_elements_and_no_copies(fmt: MasterFormat, start: int, stop: int) -> None:
-    shard, scale_inv = make_shard(fmt, 1000, 199), torch.tensor([2.0**-14])
-    part = shard.part(ShardRange(start, stop))
-    assert (part.start, part.numel, part.num_groups) == (start, stop - start, len(part.m_scale_inv))
-    for key in (None, *states.MOMENTS):
-        whole, own = (torch.empty(x.numel, dtype=torch.float32) for x in (shard, part))
-        states.read_dense(shard, key, whole, scale_inv)
-        states.read_dense(part, key, own, scale_inv)
-        assert torch.equal(own, whole[start - 199 : stop - 199])
-    for name in ("hi", "lo", "m", "v", "m_scale_inv", "v_scale_inv"):
-        of_whole, of_part = getattr(shard, name), getattr(part, name)
-        assert of_whole is None or of_part.untyped_storage().data_ptr() == of_whole.untyped_storage().data_ptr()
