@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from support.threads import on_threads
 
-from fp8_ds.comm.collectives import HostCopy
+from fp8_ds.comm.collectives import HostCopy, reduced_amaxes
 
 
 def test_what_is_read_is_what_was_sent_last_as_it_was_then() -> None:
@@ -61,3 +63,12 @@ def test_from_cuda_an_event_follows_each_copy_and_only_a_read_waits_for_it(monke
     assert copy.read_if_arrived() is None
     has_arrived = True
     assert copy.read_if_arrived().tolist() == [3.0, 4.0] and len(told) == 4
+
+
+def test_amaxes_of_pieces_are_those_of_all_ranks() -> None:
+    def amaxes() -> list[float]:
+        rank = dist.get_rank()
+        pieces = [(0, torch.tensor([1.0, -2.0 - rank])), (2, torch.tensor([])), (0, torch.tensor([0.5]).bfloat16())]
+        return reduced_amaxes(3, pieces[: 3 if rank else 0], dist.group.WORLD, "cpu").tolist()  # type: ignore[arg-type]
+
+    assert on_threads(2, amaxes) == [[3.0, 0.0, 0.0]] * 2

@@ -1,4 +1,4 @@
-"""Compact buffers of ZeRO-1 and 2 and frozen weights, on ranks that are threads."""
+"""Weights of ZeRO-1 and 2 and frozen ones, on ranks that are threads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from support.threads import on_threads
 from support.zero_hosts import RAGGED, values_of, zero_optimizer
@@ -19,50 +18,10 @@ from support.zero_training import (
 )
 from torch import Tensor, nn
 
-from fp8_ds.comm.gather import CompactBuffer, pieces_of
-from fp8_ds.comm.layout import ShardRange
 from fp8_ds.nn.linear.payload import ROW
 from fp8_ds.nn.linear.stored import StoredScales
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.zero.flat_weights import freeze
-
-SHAPES = [(3, 5), (40,), (2, 33), (7,)]
-NUM_RANKS = 3
-
-
-def flat_starts() -> list[int]:
-    return [sum(torch.Size(shape).numel() for shape in SHAPES[:i]) for i in range(len(SHAPES))]
-
-
-def gathered(dtype: torch.dtype) -> list[int]:
-    """Parameters whose data is no longer in the buffer, once one has been assigned elsewhere."""
-    total = sum(torch.Size(shape).numel() for shape in SHAPES)
-    size, rank = -(-total // NUM_RANKS), dist.get_rank()
-    flat = (torch.arange(NUM_RANKS * size) % 97).float().to(dtype)
-    params = [nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False) for shape in SHAPES]
-    buffer = CompactBuffer(params, flat_starts(), size, dist.group.WORLD, dtype, torch.device("cpu"))
-    for i, p in enumerate(params):
-        p.data = buffer.view(i)
-    buffer.copy_own(flat[rank * size : (rank + 1) * size])
-    buffer.gather()
-    for p, start in zip(params, flat_starts(), strict=True):
-        assert torch.equal(p.float(), flat[start : start + p.numel()].view(p.shape).float())
-        assert p.data_ptr() % 16 == buffer.buffer.data_ptr() % 16  # FP8 GEMMs read 16 bytes at a time
-    assert buffer.strays() == []
-    params[2].data = params[2].data.clone()
-    return buffer.strays()
-
-
-@pytest.mark.parametrize("dtype", [E4M3.dtype, torch.bfloat16], ids=str)
-def test_every_parameter_arrives_in_its_place_of_the_buffer(dtype: torch.dtype) -> None:
-    assert on_threads(NUM_RANKS, gathered, dtype) == [[2]] * NUM_RANKS
-
-
-def test_pieces_are_views_in_order() -> None:
-    flat = torch.arange(20)
-    pieces = pieces_of(flat, [ShardRange(*ends) for ends in ((0, 2), (5, 8), (8, 8), (18, 20))])
-    assert [piece.tolist() for piece in pieces] == [[0, 1], [5, 6, 7], [], [18, 19]]
-    assert pieces[1].data_ptr() == flat[5:].data_ptr()
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])

@@ -7,7 +7,6 @@ import weakref
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from deepspeed.utils import set_z3_leaf_modules
 from support.threads import on_threads
@@ -15,7 +14,6 @@ from support.zero3_host import hooked_shards
 from torch import nn
 
 from fp8_ds.comm import collectives
-from fp8_ds.comm.gather import adjacent, join_shards
 from fp8_ds.zero.gather3 import Fetch, InFlight
 
 
@@ -94,23 +92,6 @@ def test_a_registry_that_is_walked_through_keeps_them() -> None:
     assert list(registry) == params and len(handles[0].waits) == 1
 
 
-def test_shards_one_behind_the_other_are_one_tensor_without_a_copy() -> None:
-    flat = torch.randn(100).to(torch.float8_e4m3fn)
-    parts = [flat[16:40], flat[40:41], flat[41:90]]
-    together = adjacent(parts)
-    assert together is not None and together.data_ptr() == parts[0].data_ptr()
-    assert torch.equal(together, torch.cat([part.view(torch.uint8) for part in parts]))
-    alone = adjacent(parts[:1])
-    assert alone is not None and torch.equal(alone, parts[0].view(torch.uint8))
-
-
-def test_others_are_not() -> None:
-    flat = torch.randn(100).to(torch.float8_e4m3fn)
-    assert adjacent([flat[:16], flat[32:48]]) is None  # a gap
-    assert adjacent([flat[16:32], flat[:16]]) is None  # the other way round
-    assert adjacent([flat[:16], flat.clone()[16:32]]) is None  # of two storages
-
-
 def freed() -> None:
     _, shards = hooked_shards()
     handle = shards.gather(shards.weights)
@@ -129,15 +110,6 @@ def test_a_released_weights_bytes_are_free_whoever_keeps_the_handle(
 ) -> None:
     monkeypatch.setattr(collectives, "MIN_BYTES", min_bytes)
     on_threads(2, freed)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_shards_that_arrive_rank_by_rank_become_one_tensor_for_each_weight(num_ranks: int) -> None:
-    sizes = [4, 1, 7]
-    wholes = [torch.arange(num_ranks * size) + 100 * index for index, size in enumerate(sizes)]
-    by_rank = [torch.cat([whole.chunk(num_ranks)[rank] for whole in wholes]) for rank in range(num_ranks)]
-    joined = join_shards(torch.cat(by_rank), sizes, num_ranks)
-    assert all(torch.equal(one, whole) for one, whole in zip(joined, wholes, strict=True))
 
 
 def waited_for_again() -> None:

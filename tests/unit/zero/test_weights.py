@@ -11,11 +11,10 @@ from support.inputs import many_scales
 from support.threads import on_threads
 from torch import Tensor
 
-from fp8_ds.comm.collectives import ByteCounter, reduced_amaxes
+from fp8_ds.comm.collectives import ByteCounter
 from fp8_ds.nn.linear.payload import OF_RECIPE, Granularity
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.numerics.scale import AmaxHistory
-from fp8_ds.optim.core import virtual_flat
 from fp8_ds.zero.weights import Part, WeightQuantizer
 
 SHAPES = [(3, 5), (40, 150), (1, 129)]
@@ -69,22 +68,6 @@ def test_parts_have_the_bytes_and_scales_of_the_whole(recipe: str) -> None:
     for _, scale_inv, newest, num_reduces in of_ranks:
         assert all(torch.equal(one, other) for one, other in zip(scale_inv, scales, strict=True))
         assert newest == ([3.0, 9.0] if delayed else []) and num_reduces == 1
-
-
-def test_amaxes_of_pieces_are_those_of_all_ranks() -> None:
-    def amaxes() -> list[float]:
-        rank = dist.get_rank()
-        pieces = [(0, torch.tensor([1.0, -2.0 - rank])), (2, torch.tensor([])), (0, torch.tensor([0.5]).bfloat16())]
-        return reduced_amaxes(3, pieces[: 3 if rank else 0], dist.group.WORLD, "cpu").tolist()  # type: ignore[arg-type]
-
-    assert on_threads(2, amaxes) == [[3.0, 0.0, 0.0]] * 2
-
-
-def test_masters_that_are_not_there_take_no_memory_and_cannot_be_written() -> None:
-    flat = virtual_flat(1000, "cpu")
-    assert flat.numel() == 1000 and flat.untyped_storage().nbytes() == 4 and bool(flat.isnan().all())
-    with pytest.raises(RuntimeError):
-        flat.detach().add_(1.0)
 
 
 def kept_scales() -> None:
