@@ -95,8 +95,7 @@ def zero3_gathers(device: torch.device, sizes: Sequence[int]) -> Iterator[tuple[
     from fp8_ds.comm.collectives import ByteCounter
     from fp8_ds.nn.linear.payload import OF_RECIPE
     from fp8_ds.numerics.formats import E4M3
-    from fp8_ds.zero.gather3 import InFlight
-    from fp8_ds.zero.param_hooks import ZeroParamHooks
+    from fp8_ds.zero.param_hooks import InFlight, ZeroParamHooks
     from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight
     from fp8_ds.zero.weights import WeightQuantizer
 

@@ -9,7 +9,7 @@ These repairs stay where they are, without a switch:
   weights under zero.Init (`conversion._cast_trainable`), readers of several engines' weights (zero/param_hooks.py).
 - They are a promise of docs/reliability.md: whole checkpoints (saving.py, checking.py), ranks that start alike
   (rank_agreement.py), refusals (compat/).
-- They mend our own code only: handles that are waited for together (zero/gather3.py), a last report after
+- They mend our own code only: handles that are waited for together (zero/param_hooks.py), a last report after
   `destroy_process_group` (monitor/sinks.py). With one rank our own step reads gradients without a bucket
   (zero/gradients.py); of fp32 states `adam_step` leaves both out.
 - They are others of torch.compile (compiling.py) or of Liger's loss (liger_loss.py).
@@ -210,7 +210,7 @@ def fetch_further_ahead(zero: Any) -> None:
     for each other in every gather.
 
     runtime/zero/partitioned_param_coordinator.py: `# TODO. make this configurable via JSON`,
-    `self.__max_ongoing_fetch_events: int = 2`. It counts parameters there, and whole leaves here (zero/gather3.py).
+    `self.__max_ongoing_fetch_events: int = 2`. It counts parameters there, and whole leaves here (zero/param_hooks.py).
     """
     if zero.fp8.shards.in_flight.has_leaves:
         coordinator = zero.parameter_offload.get_param_coordinator()

@@ -15,7 +15,7 @@ from torch.nn import Module
 
 from fp8_ds.engine.liger_loss import with_liger_loss
 from fp8_ds.nn.plan.ends import layer_lists
-from fp8_ds.zero.gather3 import InFlight
+from fp8_ds.zero.param_hooks import InFlight
 
 BOUND = "stage3_max_live_parameters"
 LIVE_NAMES = (BOUND, "max_live_parameters")

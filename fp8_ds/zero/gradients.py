@@ -18,8 +18,8 @@ from torch import Tensor
 from fp8_ds.comm.collectives import ByteCounter
 from fp8_ds.comm.reduce_scatter import reduce_scatter_fp8, reduce_scatter_fp8_shares
 from fp8_ds.errors import UnsupportedError
-from fp8_ds.zero.host import Host3, Host12
 from fp8_ds.zero.release import NO_GRADIENT, ReleaseUpdater, bucket_size
+from fp8_ds.zero.stage import Host3, Host12
 
 Original = Callable[..., None]
 

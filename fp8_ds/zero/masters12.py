@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,75 +23,30 @@ from fp8_ds.numerics.new_masters import SplitQuantizer, overwrite, weight_id, wr
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.ops.adamw.dense import MOMENTS, allocate_lo, read_dense, write_dense, write_low
 from fp8_ds.optim.core import FlatBuffer, virtual_flat
-from fp8_ds.zero.flat_masters import FlatMasters12
-from fp8_ds.zero.flat_weights import FlatWeights, GroupWeights, Place
-from fp8_ds.zero.host import Host12
+from fp8_ds.zero.flat_weights import FlatMasters12, GroupWeights, Place
 from fp8_ds.zero.split_states import Masters, SplitStates
-from fp8_ds.zero.stage import Fp8Context
+from fp8_ds.zero.stage import Fp8Context, Host12
 from fp8_ds.zero.weights import Part, WeightQuantizer
 
 
-class _Masters12(Masters):
-    """Common part of both kinds. Their `params` are the FP8 weights, in the order of the scale vectors, before their
-    buffers are made.
+class Fp32Masters12(Masters):
+    """Masters of which the bytes are quantised in each step.
+
+    Args:
+        flat: DeepSpeed's, and what users write.
+        params: the FP8 weights, in the order of the scale vectors, before their buffers are made.
 
     Attributes:
         needs_bf16: whether `encode` reads the bf16 weights; else these are freed before FP8 bytes are made.
     """
 
-    def __init__(self, host: Host12, context: Fp8Context, weights: FlatWeights) -> None:
-        self._host = host
-        self._context = context
-        self._weights = weights
-        self._flat = FlatMasters12(host, weights)
-        self._is_loading = False
-
-    def encode(self, i: int, flat: Tensor | None, group: GroupWeights) -> None:
-        """Make FP8 bytes of group `i` from `flat` (bf16), unless the first refresh quantises them."""
-
-    def start(self) -> None:
-        """Finish masters once all groups are made, and hand them to the inner optimizer, if it has none. Collective."""
-        raise NotImplementedError
-
-    def link(self) -> None:
-        """Link parameters to masters and moments, unless DeepSpeed's fragments do."""
-
-    def read(self, place: Place, full: Tensor) -> None:
-        """Fill this rank's elements of `full`, 1-D, with the master of an FP8 weight."""
-        raise NotImplementedError
-
-    def write(self, place: Place, flat: Tensor) -> None:
-        """Write `flat` (1-D, whole, on all ranks) into an FP8 weight; inside `load` it is its master, too."""
-        raise NotImplementedError
-
-    def load(self) -> AbstractContextManager[None]:
-        """Make values written into FP8 weights inside the block their masters, bit for bit. At the end the other
-        parameters' values become their masters: a model is loaded as a whole."""
-        raise NotImplementedError
-
-    def fill_bf16(self, i: int, bf16: CompactBuffer) -> None:
-        """Fill this rank's elements of the weights of group `i` that compute in bf16."""
-        raise NotImplementedError
-
-    def fill_bf16_as_written(self, i: int, bf16: CompactBuffer) -> None:
-        """Fill as `fill_bf16` does, but with what users have written since the last step."""
-        self.fill_bf16(i, bf16)
-        self._flat.fill_written(bf16)
-
-    def take_weights(self) -> None:
-        """Set dense masters from the model's weights, where these are the newer."""
-        self._weights.point_params(keep_values=True)
-        self._flat.take_weights()
-
-
-class Fp32Masters12(_Masters12):
-    """Masters of which the bytes are quantised in each step."""
-
     needs_bf16 = False
     scales: WeightQuantizer
 
-    def __init__(self, host: Host12, context: Fp8Context, weights: FlatWeights, params: Sequence[Any]) -> None:
-        super().__init__(host, context, weights)
+    def __init__(self, host: Host12, context: Fp8Context, flat: FlatMasters12, params: Sequence[Any]) -> None:
+        self._context = context
+        self._flat, self._weights = flat, flat.weights
+        self._is_loading = False
         self.scales = WeightQuantizer(
             host.dp_process_group,
             [p.shape for p in params],
@@ -102,13 +57,18 @@ class Fp32Masters12(_Masters12):
             context.first_scales(params),
         )
 
+    def encode(self, i: int, flat: Tensor | None, group: GroupWeights) -> None:
+        """Make FP8 bytes of group `i` from `flat` (bf16): the first refresh does."""
+
     def start(self) -> None:
-        """Restore masters of weights that came in FP8."""
+        """Finish masters once all groups are made, and hand them to the inner optimizer, if it has none. Collective."""
         self._flat.restore_stored(self._context.stored)
         self.point()
 
+    def link(self) -> None:
+        """Link parameters to masters and moments: DeepSpeed's fragments do."""
+
     def point(self) -> None:
-        """Tell the quantiser where masters and bytes lie (again, after an offload or a reload has moved them)."""
         parts: list[Part | None] = []
         for place in self._weights.places:
             f = self._weights.own(place)
@@ -130,17 +90,16 @@ class Fp32Masters12(_Masters12):
             group.hp.copy_own(self._flat.partition(i))
         return True
 
-    def end_refresh(self, is_step: bool) -> None:
-        """End a refresh, whose gather is done."""
-        self._flat.forget_written()
-
     def fill_bf16(self, i: int, bf16: CompactBuffer) -> None:
+        """Fill this rank's elements of the weights of group `i` that compute in bf16."""
         bf16.copy_own(self._flat.partition(i))
 
     def read(self, place: Place, full: Tensor) -> None:
+        """Fill this rank's elements of `full`, 1-D, with the master of an FP8 weight."""
         self._flat.read(place, full)
 
     def write(self, place: Place, flat: Tensor) -> None:
+        """Write `flat` (1-D, whole, on all ranks) into an FP8 weight; inside `load` it is its master, too."""
         if not self._is_loading:
             self._flat.keep_written(place, flat)
         write_bytes(self.scales, self._weights.payload(place), place.slot, flat)
@@ -149,6 +108,8 @@ class Fp32Masters12(_Masters12):
 
     @contextmanager
     def load(self) -> Iterator[None]:
+        """Make values written into FP8 weights inside the block their masters, bit for bit. At the end the other
+        parameters' values become their masters: a model is loaded as a whole."""
         self._is_loading = True
         try:
             yield
@@ -167,15 +128,18 @@ def write_bytes(scales: WeightQuantizer | SplitQuantizer, payload: Fp8Payload, s
         payload.hp.view(-1).copy_(flat)
 
 
-class SplitMasters12(_Masters12):
+class SplitMasters12(Masters):
     """Masters in FP8 states. Arguments, attributes and methods: see `Fp32Masters12`."""
 
     needs_bf16 = True
     states: SplitStates
     scales: SplitQuantizer
 
-    def __init__(self, host: Host12, context: Fp8Context, weights: FlatWeights, params: Sequence[Any]) -> None:
-        super().__init__(host, context, weights)
+    def __init__(self, host: Host12, context: Fp8Context, flat: FlatMasters12, params: Sequence[Any]) -> None:
+        self._host = host
+        self._context = context
+        self._flat, self._weights = flat, flat.weights
+        self._is_loading = False
         self._names = {id(p): name for p, name in host.param_names.items()}
         names, values = [self._names[id(p)] for p in params], [p.data for p in params]
         device, first = host.bit16_groups_flat[0].device, context.first_scales(params)
@@ -238,7 +202,6 @@ class SplitMasters12(_Masters12):
     def end_refresh(self, is_step: bool) -> None:
         if is_step:
             self.states.end_scales()
-        self._flat.forget_written()
 
     def fill_bf16(self, i: int, bf16: CompactBuffer) -> None:
         own = {self._names[id(bf16.params[f.index])]: f for f in bf16.own}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,18 +18,123 @@ from fp8_ds.comm.collectives import reduced_amaxes
 from fp8_ds.comm.layout import ShardRange
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.numerics.masters import BF16_8
-from fp8_ds.numerics.new_masters import SplitQuantizer, weight_id
+from fp8_ds.numerics.new_masters import SplitQuantizer, newer, weight_id
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.ops.adamw.dense import MOMENTS, allocate_lo, read_dense, write_dense
 from fp8_ds.optim.core import FlatBuffer
-from fp8_ds.zero.flat_masters import FlatMasters3
-from fp8_ds.zero.host import Host3
-from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight, own_elements
+from fp8_ds.zero.sharded import Bf16Shard, Fp8Shards, ShardedWeight, own_elements
 from fp8_ds.zero.split_states import Masters, SplitStates
-from fp8_ds.zero.stage import Fp8Context
+from fp8_ds.zero.stage import Fp8Context, Host3
 from fp8_ds.zero.weights import Part, WeightQuantizer
 
 Original = Callable[..., Any]
+
+
+class FlatMasters3:
+    """Flat masters and bf16 shards of the optimizer `host`, by parameter.
+
+    Attributes:
+        device: of the masters, at the start.
+        is_live: whether DeepSpeed's flat bf16 buffer exists. Without it, parameters that are not FP8 have bf16 shards
+            of their own.
+        shards: the FP8 weights; set once they are made.
+    """
+
+    shards: Fp8Shards
+
+    def __init__(self, host: Host3) -> None:
+        self._host = host
+        self.device: torch.device = host.fp32_partitioned_groups_flat[0].device
+        self.is_live = True
+        self._places: dict[int, tuple[int, int]] = {}  # by id
+        for i, group in enumerate(host.fp16_groups):
+            starts = accumulate((p.ds_tensor.ds_numel for p in group), initial=0)
+            self._places.update((id(p), (i, start)) for p, start in zip(group, starts, strict=False))
+
+    @property
+    def params(self) -> Iterator[Any]:
+        return (p for group in self._host.fp16_groups for p in group)
+
+    def place(self, p: Any) -> tuple[int, int]:
+        """Return the sub-group of a trainable parameter, and where its shard starts in the flat master."""
+        return self._places[id(p)]
+
+    def master(self, p: Any, padded: bool = False) -> Tensor:
+        """Return this rank's masters of `p` in the flat tensor, a view, 1-D; without padding unless it is asked for."""
+        group, start = self._places[id(p)]
+        numel = p.ds_tensor.ds_numel if padded else own_elements(p).numel
+        flat: Tensor = self._host.fp32_partitioned_groups_flat[group].detach()
+        return flat.narrow(0, start, numel)
+
+    @torch.no_grad()
+    def restore_stored(self, stored: Any) -> None:
+        """Make masters of weights that came in FP8, `stored` by id, their codes times scales: bf16 has rounded them."""
+        for p in self.params:
+            if id(p) in stored:
+                stored[id(p)].restore_(self.master(p), own_elements(p).start)
+
+    def copy_masters(self, group: int) -> None:
+        """Copy the masters of a sub-group to its bf16 shards, for parameters that are not FP8."""
+        params = self._host.fp16_groups[group]
+        flat = self._host.fp32_partitioned_groups_flat[group].detach()
+        pairs = zip(params, flat.split([p.ds_tensor.ds_numel for p in params]), strict=False)
+        found = [(p.ds_tensor.data, master) for p, master in pairs if self.shards.get(p) is None]
+        if found:
+            torch._foreach_copy_([bf16 for bf16, _ in found], [master for _, master in found])
+
+    def drop(self, remake: bool = False) -> None:
+        """Put a meta tensor in place of the flat bf16 buffer; parameters that are not FP8 get their own bf16 shards.
+
+        Args:
+            remake: whether to make these from the masters after the flat buffer is freed; else they are copied.
+        """
+        host = self._host
+        others = [p for p in self.params if self.shards.get(p) is None]
+        for p in others:
+            p.ds_tensor.data = p.ds_tensor.data.new_empty(0) if remake else p.ds_tensor.data.clone()
+        for i, flat in enumerate(host.fp16_partitioned_groups_flat):
+            host.fp16_partitioned_groups_flat[i] = torch.empty(flat.numel(), dtype=flat.dtype, device="meta")
+        for weight in self.shards.weights:
+            if not weight.keeps_bf16:
+                weight.drop_bf16()
+            elif weight.in_bf16:
+                weight.param.ds_tensor.data = weight.param.ds_tensor.data.clone()
+        # On its own device: masters are on the CPU in a load of FP8 states.
+        host.lp_param_buffer = host.lp_param_buffer.new_empty(0)
+        self.is_live = False
+        for p in others if remake else ():
+            p.ds_tensor.data = self.master(p, padded=True).to(p.dtype)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore DeepSpeed's flat bf16 buffer inside the block, filled from the masters."""
+        host = self._host
+        numels = [flat.numel() for flat in host.fp16_partitioned_groups_flat]
+        host.lp_param_buffer = host.lp_param_buffer.new_empty(sum(numels))
+        for i, flat in enumerate(host.lp_param_buffer.split(numels)):
+            flat.copy_(host.fp32_partitioned_groups_flat[i].detach())
+            host.fp16_partitioned_groups_flat[i] = flat
+            pieces = flat.split([p.ds_tensor.ds_numel for p in host.fp16_groups[i]])
+            for p, piece in zip(host.fp16_groups[i], pieces, strict=True):
+                p.ds_tensor.data = piece
+        self.is_live = True
+        try:
+            yield
+        finally:
+            self.drop()
+
+    @torch.no_grad()
+    def take_weights(self) -> None:
+        """Set masters from bf16 shards where these are the newer; a weight that nobody wrote keeps its precision."""
+        for p in self.params:
+            weight = self.shards.get(p)
+            if weight is None:
+                master, written = self.master(p, padded=True), p.ds_tensor.data
+            elif self.is_live or weight.bf16_shard is Bf16Shard.WRITTEN:
+                master, written = self.master(p), weight.bf16
+            else:
+                continue
+            master.copy_(newer(master, written.to(master.device)))
 
 
 class Fp32Masters3(Masters):

@@ -17,7 +17,7 @@ from torch import Tensor
 from fp8_ds.comm.collectives import HostCopy
 from fp8_ds.errors import ConfigError
 from fp8_ds.optim.core import AdamCore
-from fp8_ds.zero.host import ZeroHost
+from fp8_ds.zero.stage import ZeroHost
 
 
 def global_norm(

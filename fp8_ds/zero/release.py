@@ -29,10 +29,9 @@ from fp8_ds.numerics.scale import AmaxHistory
 from fp8_ds.ops.adamw import StepInputs
 from fp8_ds.ops.step_cache import StepCache
 from fp8_ds.optim.core import AdamCore
-from fp8_ds.zero.host import ZeroHost
 from fp8_ds.zero.norm import HyperparameterCheck, clip_factor
 from fp8_ds.zero.split_states import SplitStates
-from fp8_ds.zero.stage import Fp8Context
+from fp8_ds.zero.stage import Fp8Context, ZeroHost
 
 NO_GRADIENT = (
     "expected release false to read or write gradients after the backward, got true: they are freed once used. "

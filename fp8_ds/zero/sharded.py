@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fp8_ds.comm import collectives
 from fp8_ds.comm.collectives import ByteCounter, max_reduce
-from fp8_ds.comm.gather import adjacent
+from fp8_ds.comm.gather import adjacent, join_shards
 from fp8_ds.comm.layout import ShardRange, aligned_starts
 from fp8_ds.nn.linear.parameter import Fp8Parameter
 from fp8_ds.nn.linear.payload import Fp8Payload
@@ -24,8 +24,10 @@ from fp8_ds.nn.linear.stored import StoredScales
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.numerics.new_masters import SplitQuantizer, newer
 from fp8_ds.ops.quantize import quantize_part
-from fp8_ds.zero.gather3 import Fp8GatherHandle, InFlight
 from fp8_ds.zero.weights import WeightQuantizer
+
+if TYPE_CHECKING:
+    from fp8_ds.zero.param_hooks import InFlight
 
 _ALIGNMENT = 16
 """Alignment in bytes: FP8 GEMMs read 16 at a time."""
@@ -258,6 +260,46 @@ _OF_STATUS = {
     ZeroParamStatus.INFLIGHT: Gathered.IN_FLIGHT,
     ZeroParamStatus.AVAILABLE: Gathered.UNSHARDED_BF16,
 }
+
+
+class Fp8GatherHandle:
+    """An FP8 gather under way; `wait` makes its weights available. It has the coordinator's handle protocol.
+
+    Args:
+        buffers: received bytes, 1-D: each weight with padding, or all of them, rank by rank; none on a single rank.
+        work: the collective.
+    """
+
+    def __init__(self, weights: list[ShardedWeight], buffers: list[Tensor], work: Any, num_ranks: int) -> None:
+        self.weights = weights
+        self.buffers = buffers
+        self.work = work
+        self.num_ranks = num_ranks
+        self.complete = False
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        if self.complete:
+            return
+        if self.work is not None:
+            self.work.wait()
+        for weight, whole in zip(self.weights, self._whole(), strict=True):
+            data = whole.view(E4M3.torch_dtype)
+            if data.numel() != weight.param.ds_numel:
+                data = data[: weight.param.ds_numel]
+            weight.arrive(data.view(weight.param.ds_shape))
+        if not get_accelerator().is_synchronized_device():
+            for buffer in self.buffers:
+                buffer.record_stream(get_accelerator().current_stream())
+        self.buffers, self.work = [], None  # a released weight's bytes are free, whoever keeps the handle
+        self.complete = True
+
+    def _whole(self) -> list[Tensor]:
+        """Return each weight's bytes with padding, 1-D; weights that share a buffer are copied, in one launch."""
+        if not self.buffers:
+            return [weight.shard.view(torch.uint8) for weight in self.weights]
+        if len(self.buffers) == len(self.weights):
+            return self.buffers
+        return join_shards(self.buffers[0], [weight.shard.numel() for weight in self.weights], self.num_ranks)
 
 
 class Fp8Shards:

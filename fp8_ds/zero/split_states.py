@@ -25,9 +25,8 @@ from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.ops.adamw.dense import is_exact, write_first
 from fp8_ds.ops.squares import SumOfSquares
 from fp8_ds.optim.core import AdamCore, FlatBuffer, absorb_flat, dense_flat, virtual_flat
-from fp8_ds.zero.host import ZeroHost
 from fp8_ds.zero.norm import HyperparameterCheck, OverflowFlag, clip_factor, global_norm, overflow_flag
-from fp8_ds.zero.stage import Fp8Context
+from fp8_ds.zero.stage import Fp8Context, ZeroHost
 from fp8_ds.zero.weights import WeightQuantizer
 
 _MOVED = {OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params}

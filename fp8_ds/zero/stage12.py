@@ -16,7 +16,7 @@ from fp8_ds.zero.stage import Fp8Context
 from fp8_ds.zero.zero12 import Zero12
 
 if TYPE_CHECKING:
-    from fp8_ds.zero.host import Host12 as _Host
+    from fp8_ds.zero.stage import Host12 as _Host
 else:
     _Host = object
 

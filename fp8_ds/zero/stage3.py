@@ -17,7 +17,7 @@ from fp8_ds.zero.stage import Fp8Context
 from fp8_ds.zero.zero3 import Zero3
 
 if TYPE_CHECKING:
-    from fp8_ds.zero.host import Host3 as _Host
+    from fp8_ds.zero.stage import Host3 as _Host
 else:
     _Host = object
 

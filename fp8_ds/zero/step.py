@@ -16,12 +16,11 @@ from torch import Tensor
 
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.zero.flat_weights import FlatWeights
-from fp8_ds.zero.host import Host3, Host12, ZeroHost
 from fp8_ds.zero.norm import overflow_flag
 from fp8_ds.zero.one_pass import OnePassAdam, Work, pieces_of_master
 from fp8_ds.zero.release import ReleaseUpdater
 from fp8_ds.zero.split_states import SplitStates
-from fp8_ds.zero.stage import Fp8Context
+from fp8_ds.zero.stage import Fp8Context, Host3, Host12, ZeroHost
 
 GATHER_TIMER, _, STEP_TIMER = OPTIMIZER_TIMERS
 

@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8_ds.comm.gather import gather_runs
+from fp8_ds.comm.gather import CompactBuffer, gather_runs
 from fp8_ds.nn.linear.parameter import retype
 from fp8_ds.nn.linear.payload import Fp8Payload
 from fp8_ds.numerics.formats import E4M3
-from fp8_ds.zero.flat_weights import FlatWeights, GroupWeights, Place, freeze
+from fp8_ds.zero.flat_weights import FlatMasters12, FlatWeights, GroupWeights, Place, freeze
 from fp8_ds.zero.gradients import BucketedGradients, GradientsOfOneRank, ReleasedGradients, has_one_rank
-from fp8_ds.zero.host import Host12
 from fp8_ds.zero.masters12 import Fp32Masters12, SplitMasters12
-from fp8_ds.zero.release import ReleaseUpdater, make_release, refuse_model_parallel
-from fp8_ds.zero.stage import Fp8Context, offload_weights, reload_weights, split_lp_params
+from fp8_ds.zero.release import ReleaseUpdater, make_release
+from fp8_ds.zero.stage import Fp8Context, Host12
 from fp8_ds.zero.step import Step12, expect_patched_gather
+from fp8_ds.zero.zero import Zero
 
 
 class OwnedGroups(list[Tensor]):
@@ -35,11 +35,12 @@ class OwnedGroups(list[Tensor]):
     owner: weakref.ref[Zero12]
 
 
-class Zero12:
-    """FP8 of the optimizer `host`. Collective, here and in all methods that gather.
+class Zero12(Zero):
+    """FP8 of the optimizer `host` of stage 1 or 2. Collective, here and in all methods that gather.
 
     Attributes:
         weights: all weights, in FP8 and bf16.
+        flat: DeepSpeed's flat masters.
         masters: of this rank's partitions.
         step: updates the masters.
         gradients: what happens to a gradient until then.
@@ -47,17 +48,15 @@ class Zero12:
     """
 
     def __init__(self, host: Host12, context: Fp8Context) -> None:
+        super().__init__(host, context)
         self.host = host
-        self.context = context
         self.weights = FlatWeights(host, context.counter)
+        self.flat = FlatMasters12(host, self.weights)
         self.is_exporting = False
         names = {id(p): name for name, p in context.trainable.items()}
         params = [p for group in host.round_robin_bit16_groups for p in group if id(p) in names]
-        has_states = context.config.optimizer.states == "fp8"
-        if has_states and context.config.optimizer.releases(host.clip_grad):
-            refuse_model_parallel(host.model_parallel_group)
-        self.masters: Fp32Masters12 | SplitMasters12 = (SplitMasters12 if has_states else Fp32Masters12)(
-            host, context, self.weights, params
+        self.masters: Fp32Masters12 | SplitMasters12 = (SplitMasters12 if self.has_states else Fp32Masters12)(
+            host, context, self.flat, params
         )
         owned = OwnedGroups(host.bit16_groups_flat)
         owned.owner = weakref.ref(self)
@@ -130,31 +129,19 @@ class Zero12:
         if is_step:
             self.context.counter.end_step()
         self.masters.end_refresh(is_step)
+        self.flat.forget_written()
 
     def set_bf16(self, names: Collection[str]) -> None:
         """Keep bf16 of the masters of the weights `names`, and of no others, beside their bytes.
 
         Values that a user has written since the last step hold.
         """
-        self.weights.set_bf16(names, self.masters.fill_bf16_as_written)
 
-    @contextmanager
-    def dense(self) -> Iterator[dict[str, Tensor]]:
-        """Make masters dense float32 inside the block; moments put into `optimizer.state` stay there.
+        def fill(i: int, bf16: CompactBuffer) -> None:
+            self.masters.fill_bf16(i, bf16)
+            self.flat.fill_written(bf16)
 
-        On leaving, what is kept in FP8 is quantised, and the weights are gathered.
-
-        Yields:
-            a dict that may be filled with scale_inv by weight name, to store split masters with.
-        """
-        if self.masters.is_dense:
-            yield {}
-            return
-        try:
-            with self.masters.dense() as scales:
-                yield scales
-        finally:
-            self.refresh(is_step=False)
+        self.weights.set_bf16(names, fill)
 
     def load_state_dict(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Load as DeepSpeed does, then quantise; a universal load ends with our gather.
@@ -183,7 +170,7 @@ class Zero12:
     def restore_masters(self) -> None:
         """Set masters from the model's weights, where these are the newer (a module-only load)."""
         with self.dense():
-            self.masters.take_weights()
+            self.flat.take_weights()
             self.refresh(is_step=False)
 
     def link(self, original: Callable[[], None]) -> None:
@@ -203,19 +190,8 @@ class Zero12:
         self.masters.link()
         self.gradients.link()
 
-    def offload(self, original: Callable[..., None], include: Any, device: Any, **kwargs: Any) -> None:
-        include = self.masters.offload(include, device)
-        include, with_weights, device = split_lp_params(self.host, include, device)
-        original(include=include, device=device, **kwargs)
-        if with_weights:
-            offload_weights(self.host, self.weights.move, device)
-        self.masters.point()  # views of what has left would keep its memory
-
-    def reload(self, original: Callable[..., None], non_blocking: bool) -> None:
-        self.masters.reload()
-        reload_weights(self.host, self.weights.move)  # first: DeepSpeed would move its flat buffer, which is meta here
-        original(non_blocking=non_blocking)
-        self.masters.point()
+    def move(self, device: torch.device) -> None:
+        self.weights.move(device)
 
     @contextmanager
     def export(self, wanted: bool, on_device: bool = False, with_frozen: bool | None = None) -> Iterator[None]:

@@ -12,24 +12,22 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from torch import Tensor, nn
+from torch import nn
 
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.nn.linear.parameter import Fp8Parameter
-from fp8_ds.zero.flat_masters import FlatMasters3
-from fp8_ds.zero.gather3 import InFlight
 from fp8_ds.zero.gradients import ReleasedGradientShards, ShardedGradients
-from fp8_ds.zero.host import Host3
-from fp8_ds.zero.masters3 import Fp32Masters3, SplitMasters3
-from fp8_ds.zero.param_hooks import ZeroParamHooks
-from fp8_ds.zero.release import make_release, refuse_model_parallel
+from fp8_ds.zero.masters3 import FlatMasters3, Fp32Masters3, SplitMasters3
+from fp8_ds.zero.param_hooks import InFlight, ZeroParamHooks
+from fp8_ds.zero.release import make_release
 from fp8_ds.zero.sharded import Fp8Shards, Gathered, ShardedWeight, StoredWeight
-from fp8_ds.zero.stage import Fp8Context, offload_weights, reload_weights, split_lp_params
+from fp8_ds.zero.stage import Fp8Context, Host3
 from fp8_ds.zero.step import Step3
+from fp8_ds.zero.zero import Zero
 
 
-class Zero3:
-    """FP8 of the optimizer `host`. Collective, here and in all methods that gather.
+class Zero3(Zero):
+    """FP8 of the optimizer `host` of stage 3. Collective, here and in all methods that gather.
 
     Attributes:
         flat: DeepSpeed's flat masters.
@@ -40,16 +38,13 @@ class Zero3:
     """
 
     def __init__(self, host: Host3, context: Fp8Context) -> None:
+        super().__init__(host, context)
         self.host = host
-        self.context = context
-        has_states = context.config.optimizer.states == "fp8"
-        if has_states and context.config.optimizer.releases(host.clip_grad):
-            refuse_model_parallel(host.model_parallel_group)
         self.flat = FlatMasters3(host)
         for p in context.weights.values():
             if p.ds_status == ZeroParamStatus.AVAILABLE:  # type: ignore[attr-defined]
                 p.partition()  # type: ignore[attr-defined]
-        self.masters: Fp32Masters3 | SplitMasters3 = (SplitMasters3 if has_states else Fp32Masters3)(
+        self.masters: Fp32Masters3 | SplitMasters3 = (SplitMasters3 if self.has_states else Fp32Masters3)(
             host, context, self.flat
         )
         self.shards = self._make_shards()
@@ -125,26 +120,7 @@ class Zero3:
         elif self.masters.is_dense:
             self.flat.copy_masters(sub_group)
 
-    @contextmanager
-    def dense(self) -> Iterator[dict[str, Tensor]]:
-        """Make masters dense float32 inside the block; moments put into `optimizer.state` stay there.
-
-        On leaving, what is kept in FP8 is quantised.
-
-        Yields:
-            a dict that may be filled with scale_inv by weight name, to store split masters with.
-        """
-        if self.masters.is_dense:
-            yield {}
-            return
-        try:
-            with self.masters.dense() as scales:
-                yield scales
-        finally:
-            self.refresh(is_step=False)
-            self._gather_persistent_anew()
-
-    def _gather_persistent_anew(self) -> None:
+    def end_dense(self) -> None:
         """Gather persistent parameters again from the shards: a load has them from dense masters. Collective."""
         stale = [p for p in self.host.persistent_parameters if p.ds_status == ZeroParamStatus.AVAILABLE]
         for p in stale:
@@ -169,21 +145,9 @@ class Zero3:
                 self.refresh(is_step=False)
 
     def offload(self, original: Callable[..., None], include: Any, device: Any, **kwargs: Any) -> None:
-        include = self.masters.offload(self.gradients.offload(include), device)
-        include, with_weights, device = split_lp_params(self.host, include, device)
-        if include:  # DeepSpeed before 0.19.8 offloads nothing without its own FusedAdam
-            original(include=include, device=device, **kwargs)
-        if with_weights:
-            offload_weights(self.host, self._move, device)
-        self.masters.point()  # views of what has left would keep its memory
+        super().offload(original, self.gradients.offload(include), device, **kwargs)
 
-    def reload(self, original: Callable[..., None], non_blocking: bool) -> None:
-        self.masters.reload()
-        reload_weights(self.host, self._move)
-        original(non_blocking=non_blocking)
-        self.masters.point()
-
-    def _move(self, device: torch.device) -> None:
+    def move(self, device: torch.device) -> None:
         """Move FP8 and bf16 shards to `device`."""
         self.shards.move(device)
         for p in self.shards.fetched_in_bf16(self.flat.params):

@@ -1,4 +1,4 @@
-"""Comparison of an adapter's methods with the rows of seams.py and of host.py with DeepSpeed's classes."""
+"""Comparison of an adapter's methods with the rows of seams.py and of stage.py with DeepSpeed's classes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from fp8_ds.config import Fp8Config
 from fp8_ds.engine import deepspeed_fixes, seams, zero_optimizer
-from fp8_ds.zero import host as hosts
+from fp8_ds.zero import stage as hosts
 
 
 def rows_of(cls: type) -> set[str]:
@@ -35,7 +35,7 @@ def mixins_of(cls: type) -> list[type]:
 
 
 def declared(protocol: Any) -> set[str]:
-    """Attributes and methods of DeepSpeed's optimizer that a protocol of host.py names."""
+    """Attributes and methods of DeepSpeed's optimizer that a protocol of stage.py names."""
     return {
         name
         for kind in (protocol, hosts.ZeroHost)

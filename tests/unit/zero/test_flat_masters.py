@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp8_ds.nn.linear.payload import ROW
 from fp8_ds.nn.linear.stored import StoredScales
-from fp8_ds.zero.flat_masters import FlatMasters12
+from fp8_ds.zero.flat_weights import FlatMasters12
 
 
 def written(stage: int, recipe: str) -> None:

@@ -1,21 +1,17 @@
-"""What is common to all stages: the context of an engine, and offloads of weights."""
+"""What is common to all stages: the context of an engine."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from torch import nn
 
 from fp8_ds.config import Fp8Config
 from fp8_ds.nn.linear.payload import ROW, TENSOR, TILE
 from fp8_ds.nn.linear.stored import StoredScales
-from fp8_ds.zero.stage import Fp8Context, offload_weights, reload_weights, split_lp_params
-
-LP, HP = OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.hp_params
+from fp8_ds.zero.stage import Fp8Context
 
 
 def context(weights: dict[str, Any], stored: dict[int, StoredScales] | None = None, **block: Any) -> Fp8Context:
@@ -67,17 +63,3 @@ def test_first_scales_are_those_of_a_folder_if_they_follow_the_engines_rule() ->
     assert first(**exact) == {0: powers.tolist(), 2: [[0.5]] * 4}
     assert list(first(linear={"recipe": "rowwise"})) == [1]
     assert first(optimizer={"states": "fp8"}) == {2: 0.5}  # one power of two for a whole weight
-
-
-def test_an_offload_of_weights_moves_them_once_and_leaves_the_rest_to_deepspeed() -> None:
-    zero: Any = SimpleNamespace(offloaded_states=set())
-    rest, is_wanted, device = split_lp_params(zero, None, None)
-    assert rest == set(OffloadStateTypeEnum) - {LP} and is_wanted and device == OffloadDeviceEnum.cpu
-    assert split_lp_params(zero, [HP], device) == ({HP}, False, device)
-    moved: list[str] = []
-    offload_weights(zero, lambda where: moved.append(where.type), device)
-    assert split_lp_params(zero, [LP, HP], device) == ({HP}, False, device)  # they have left already
-    reload_weights(zero, lambda where: moved.append(where.type))
-    assert zero.offloaded_states == set() and moved == ["cpu", "cpu"]
-    reload_weights(zero, lambda where: moved.append(where.type))
-    assert len(moved) == 2

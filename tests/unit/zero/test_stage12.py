@@ -14,7 +14,7 @@ from support.zero_hosts import RAGGED, zero_optimizer
 from support.zero_seams import declared, methods_of, mixins_of, rows_of
 from support.zero_training import fp8_states, gradients
 
-from fp8_ds.zero.host import Host12
+from fp8_ds.zero.stage import Host12
 from fp8_ds.zero.stage12 import Fp8ZeroStage12
 from fp8_ds.zero.zero12 import patched_all_gather
 

@@ -14,7 +14,7 @@ from support.zero_hosts import RAGGED, zero_optimizer
 from support.zero_seams import declared, methods_of, mixins_of, rows_of
 from support.zero_training import fp8_states, gradients
 
-from fp8_ds.zero.host import Host3
+from fp8_ds.zero.stage import Host3
 from fp8_ds.zero.stage3 import Fp8ZeroStage3
 
 

@@ -14,7 +14,7 @@ from support.zero3_host import hooked_shards
 from torch import nn
 
 from fp8_ds.comm import collectives
-from fp8_ds.zero.gather3 import Fetch, InFlight
+from fp8_ds.zero.param_hooks import Fetch, InFlight
 
 
 class Handle:
