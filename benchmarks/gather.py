@@ -94,10 +94,10 @@ def zero3_gathers(device: torch.device, sizes: Sequence[int]) -> Iterator[tuple[
 
     from fp8_ds.comm.collectives import ByteCounter
     from fp8_ds.nn.linear.payload import OF_RECIPE
+    from fp8_ds.nn.linear.weight_quantizer import WeightQuantizer
     from fp8_ds.numerics.formats import E4M3
     from fp8_ds.zero.param_hooks import InFlight, ZeroParamHooks
     from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight
-    from fp8_ds.zero.weights import WeightQuantizer
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # of gloo ranks; compiling it takes a minute
     deepspeed.init_distributed(verbose=False)

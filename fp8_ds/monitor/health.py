@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fp8_ds.comm.collectives import HostCopy
+from fp8_ds.comm.host_copy import HostCopy
 from fp8_ds.errors import ConfigError
 from fp8_ds.monitor.sinks import STEP_SKIPPED, Change, Report
 from fp8_ds.monitor.statistics import Observers, StatisticsTable, TensorStatistics

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8_ds.comm.collectives import HostCopy
+from fp8_ds.comm.host_copy import HostCopy
 
 FAR = 4.0
 """Times what a scale can hold, beyond which a step counts. In trainings that go well inputs are up to 1.1 times, and

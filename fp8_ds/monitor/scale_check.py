@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fp8_ds.comm.collectives import HostCopy
+from fp8_ds.comm.host_copy import HostCopy
 
 NUM_STEPS = 3
 _SMALLEST = 1 / 16

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8_ds.comm.collectives import HostCopy
+from fp8_ds.comm.host_copy import HostCopy
 from fp8_ds.nn.linear.recipe import Fp8Weight, Quantized, Recipe
 from fp8_ds.numerics.formats import E4M3, Float8Format
 from fp8_ds.numerics.scale import in_own_storage

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8_ds.comm.collectives import HostCopy
+from fp8_ds.comm.host_copy import HostCopy
 from fp8_ds.errors import ConfigError
 
 SAME_BATCHES = (

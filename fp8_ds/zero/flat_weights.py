@@ -17,10 +17,8 @@ from torch import Tensor
 from fp8_ds.comm.collectives import ByteCounter
 from fp8_ds.comm.gather import CompactBuffer
 from fp8_ds.comm.layout import Fragment
-from fp8_ds.nn.linear.parameter import point_at_bf16, retype
-from fp8_ds.nn.linear.payload import Fp8Payload, Granularity
-from fp8_ds.nn.linear.stored import StoredScales
-from fp8_ds.numerics.formats import E4M3
+from fp8_ds.nn.linear.parameter import point_at_bf16
+from fp8_ds.nn.linear.payload import Fp8Payload
 from fp8_ds.numerics.new_masters import CHANCE, same_bits
 from fp8_ds.zero.stage import Host12
 
@@ -293,32 +291,3 @@ def _flat_offsets(host: Host12, i: int) -> list[int]:
         starts.append(end)
         end += p.numel()
     return starts
-
-
-def freeze(name: str, p: Any, granularity: Granularity, stored: StoredScales | None) -> None:
-    """Store a frozen weight in FP8. Every rank has all of it, so there is no collective and no owner.
-
-    Args:
-        stored: scales of a weight that came in FP8 and whose data are its bytes; None: it is quantised.
-    """
-    if stored is None:
-        scale, scale_inv = granularity.scales(granularity.amax(p.data.reshape(-1), p.shape))
-        payload = Fp8Payload(name, scale, scale_inv, p.dtype, p.device)
-        payload.data = payload.quantize(p.data)
-    else:
-        scale, scale_inv, granularity = stored.scale, stored.scale_inv, stored.granularity
-        payload = Fp8Payload(name, scale, scale_inv, torch.bfloat16, p.device)
-        payload.data = p.data.view(E4M3.torch_dtype)
-
-    @torch.no_grad()
-    def write(value: Tensor) -> None:
-        if stored is not None and torch.equal(value.to(payload.dtype), payload.dequantize()):
-            return  # a checkpoint has what a reader was given, whose scales would be others
-        new_scale, new_scale_inv = granularity.scales(granularity.amax(value.reshape(-1), value.shape))
-        scale.copy_(new_scale)
-        scale_inv.copy_(new_scale_inv)
-        assert payload.data is not None
-        payload.data.copy_(payload.quantize(value))
-
-    payload.write, payload.has_master = write, False
-    retype(p, payload)

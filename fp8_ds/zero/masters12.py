@@ -18,6 +18,7 @@ from torch import Tensor
 from fp8_ds.comm.gather import CompactBuffer
 from fp8_ds.comm.layout import ShardRange
 from fp8_ds.nn.linear.payload import Fp8Payload
+from fp8_ds.nn.linear.weight_quantizer import Part, WeightQuantizer
 from fp8_ds.numerics.masters import BF16_8
 from fp8_ds.numerics.new_masters import SplitQuantizer, overwrite, weight_id, write_first_codes
 from fp8_ds.ops.adamw import AdamShard
@@ -26,7 +27,6 @@ from fp8_ds.optim.core import FlatBuffer, virtual_flat
 from fp8_ds.zero.flat_weights import FlatMasters12, GroupWeights, Place
 from fp8_ds.zero.split_states import Masters, SplitStates
 from fp8_ds.zero.stage import Fp8Context, Host12
-from fp8_ds.zero.weights import Part, WeightQuantizer
 
 
 class Fp32Masters12(Masters):

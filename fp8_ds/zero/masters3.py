@@ -17,6 +17,7 @@ from torch import Tensor
 from fp8_ds.comm.collectives import reduced_amaxes
 from fp8_ds.comm.layout import ShardRange
 from fp8_ds.errors import UnsupportedError
+from fp8_ds.nn.linear.weight_quantizer import Part, WeightQuantizer
 from fp8_ds.numerics.masters import BF16_8
 from fp8_ds.numerics.new_masters import SplitQuantizer, newer, weight_id
 from fp8_ds.ops.adamw import AdamShard
@@ -25,7 +26,6 @@ from fp8_ds.optim.core import FlatBuffer
 from fp8_ds.zero.sharded import Bf16Shard, Fp8Shards, ShardedWeight, own_elements
 from fp8_ds.zero.split_states import Masters, SplitStates
 from fp8_ds.zero.stage import Fp8Context, Host3
-from fp8_ds.zero.weights import Part, WeightQuantizer
 
 Original = Callable[..., Any]
 

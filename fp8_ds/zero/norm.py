@@ -14,7 +14,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor
 
-from fp8_ds.comm.collectives import HostCopy
 from fp8_ds.errors import ConfigError
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.zero.stage import ZeroHost
@@ -68,58 +67,6 @@ def clip_factor(norm: Tensor, max_norm: float, loss_scale: float) -> Tensor:
         return ((norm + 1e-6) / max_norm).clamp(min=1.0).reciprocal()
     clip = ((norm / loss_scale + 1e-6) / max_norm).clamp(min=1.0)
     return (clip * loss_scale).reciprocal()
-
-
-class OverflowFlag:
-    """Flag of a skipped step on the host: known in that step if the host waits for the device, else a step later.
-
-    The flag travels before the update is launched: a host that waits for it goes on while the update runs.
-    """
-
-    def __init__(self) -> None:
-        self._sent: Tensor | None = None
-        self._host: HostCopy | None = None
-        self._is_pending = self._before = self._loaded = False
-        self.last: Tensor | None = None
-        """Flag that was last sent, on the device."""
-        self.is_current = True
-        """Whether the last answer was about the step that asked for it."""
-
-    def send(self, skip: Tensor) -> None:
-        """Start sending the flag of this step (int32, 0-dim, not written before `resolve`) to the host."""
-        self.last = skip
-        if skip.device.type != "cuda":
-            self._sent = skip
-            return
-        self._before = self._read()
-        if self._host is None:
-            self._host = HostCopy(skip)
-        self._host.send(skip)
-        self._is_pending = True
-
-    def resolve(self, wait: bool) -> bool:
-        """Whether this step was skipped, or, if the host does not `wait` for the device, the one before."""
-        if self._sent is not None:
-            sent, self._sent = self._sent, None
-            self.is_current = True
-            return bool(sent)
-        self.is_current = wait
-        return self._read() if wait else self._before
-
-    def late(self) -> bool:
-        """Whether the last step was skipped and `resolve` has not said so yet; for a checkpoint. Waits for the flag."""
-        if not self._is_pending:
-            return self._loaded
-        assert self._host is not None
-        return bool(self._host.read())
-
-    def load(self, late: bool) -> None:
-        """Take `late` from a checkpoint, whose step is now the last: no flag of this run is on its way."""
-        self._loaded, self._is_pending = late, False
-
-    def _read(self) -> bool:
-        late, self._loaded, self._is_pending = self.late(), False, False
-        return late
 
 
 class HyperparameterCheck:

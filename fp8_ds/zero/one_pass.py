@@ -21,11 +21,12 @@ from deepspeed.ops.adam import FusedAdam
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from fp8_ds.comm.host_copy import OverflowFlag
 from fp8_ds.log import logger
 from fp8_ds.ops._register import HAS_TRITON
 from fp8_ds.ops.dense_adam import AdamNumbers, DenseAdam, DenseStates, DenseStep
 from fp8_ds.ops.squares import SumOfSquares
-from fp8_ds.zero.norm import HyperparameterCheck, OverflowFlag, clip_factor, global_norm, overflow_flag
+from fp8_ds.zero.norm import HyperparameterCheck, clip_factor, global_norm, overflow_flag
 from fp8_ds.zero.stage import ZeroHost
 
 _ADAMS: tuple[type, ...] = (torch.optim.Adam, torch.optim.AdamW, FusedAdam)

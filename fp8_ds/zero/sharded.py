@@ -21,10 +21,10 @@ from fp8_ds.comm.layout import ShardRange, aligned_starts
 from fp8_ds.nn.linear.parameter import Fp8Parameter
 from fp8_ds.nn.linear.payload import Fp8Payload
 from fp8_ds.nn.linear.stored import StoredScales
+from fp8_ds.nn.linear.weight_quantizer import WeightQuantizer
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.numerics.new_masters import SplitQuantizer, newer
 from fp8_ds.ops.quantize import quantize_part
-from fp8_ds.zero.weights import WeightQuantizer
 
 if TYPE_CHECKING:
     from fp8_ds.zero.param_hooks import InFlight

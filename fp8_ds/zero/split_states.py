@@ -17,7 +17,9 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import Tensor
 
 from fp8_ds.comm.collectives import max_reduce, reduced_amaxes
+from fp8_ds.comm.host_copy import OverflowFlag
 from fp8_ds.errors import UnsupportedError
+from fp8_ds.nn.linear.weight_quantizer import WeightQuantizer
 from fp8_ds.numerics.masters import BY_NAME, MasterFormat
 from fp8_ds.numerics.new_masters import SplitQuantizer
 from fp8_ds.numerics.predicted import PredictedScales
@@ -25,9 +27,8 @@ from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.ops.adamw.dense import is_exact, write_first
 from fp8_ds.ops.squares import SumOfSquares
 from fp8_ds.optim.core import AdamCore, FlatBuffer, absorb_flat, dense_flat, virtual_flat
-from fp8_ds.zero.norm import HyperparameterCheck, OverflowFlag, clip_factor, global_norm, overflow_flag
+from fp8_ds.zero.norm import HyperparameterCheck, clip_factor, global_norm, overflow_flag
 from fp8_ds.zero.stage import Fp8Context, ZeroHost
-from fp8_ds.zero.weights import WeightQuantizer
 
 _MOVED = {OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params}
 

@@ -19,8 +19,9 @@ from torch import Tensor
 from fp8_ds.comm.gather import CompactBuffer, gather_runs
 from fp8_ds.nn.linear.parameter import retype
 from fp8_ds.nn.linear.payload import Fp8Payload
+from fp8_ds.nn.linear.stored import freeze
 from fp8_ds.numerics.formats import E4M3
-from fp8_ds.zero.flat_weights import FlatMasters12, FlatWeights, GroupWeights, Place, freeze
+from fp8_ds.zero.flat_weights import FlatMasters12, FlatWeights, GroupWeights, Place
 from fp8_ds.zero.gradients import BucketedGradients, GradientsOfOneRank, ReleasedGradients, has_one_rank
 from fp8_ds.zero.masters12 import Fp32Masters12, SplitMasters12
 from fp8_ds.zero.release import ReleaseUpdater, make_release

@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fp8_ds.comm.collectives import HostCopy
-from fp8_ds.zero.norm import OverflowFlag
+from fp8_ds.comm.host_copy import HostCopy, OverflowFlag
 
 
 class _LateFlag(OverflowFlag):

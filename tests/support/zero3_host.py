@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from fp8_ds.comm.collectives import ByteCounter
 from fp8_ds.nn.linear.payload import TENSOR
+from fp8_ds.nn.linear.weight_quantizer import Part, WeightQuantizer
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.numerics.scale import scale_from_amax
 from fp8_ds.ops.quantize import quantize
 from fp8_ds.zero.param_hooks import InFlight, ZeroParamHooks
 from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight
-from fp8_ds.zero.weights import Part, WeightQuantizer
 from support.inputs import many_scales
 
 

@@ -2,7 +2,7 @@
 
 The module is an nn.Linear with a weight [out, in] in float8_e4m3fn, and beside it a Parameter of scales that multiply:
 one for each 128 x 128 elements, cut at the edges, or one for each row. An engine takes the scales off the module. It
-makes bf16 of the weights that train, and keeps the bytes of frozen ones.
+makes bf16 of the weights that train, and keeps the bytes of frozen ones (`freeze`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8_ds.nn.linear.payload import ROW, TILE, Granularity, dequantize_matrices
+from fp8_ds.nn.linear.parameter import retype
+from fp8_ds.nn.linear.payload import ROW, TILE, Fp8Payload, Granularity, dequantize_matrices
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.numerics.scale import MANTISSA
 
@@ -105,6 +106,35 @@ class StoredScales:
 def granularity_of_grid(grid: Sequence[int], shape: tuple[int, int]) -> Granularity | None:
     """Return which elements of a matrix of `shape` share a scale where there is such a grid of them; None: unknown."""
     return next((known for known in RECIPE_OF if known.grid(shape) == tuple(grid)), None)
+
+
+def freeze(name: str, p: Any, granularity: Granularity, stored: StoredScales | None) -> None:
+    """Store a frozen weight in FP8. Every rank has all of it, so there is no collective and no owner.
+
+    Args:
+        stored: scales of a weight that came in FP8 and whose data are its bytes; None: it is quantised.
+    """
+    if stored is None:
+        scale, scale_inv = granularity.scales(granularity.amax(p.data.reshape(-1), p.shape))
+        payload = Fp8Payload(name, scale, scale_inv, p.dtype, p.device)
+        payload.data = payload.quantize(p.data)
+    else:
+        scale, scale_inv, granularity = stored.scale, stored.scale_inv, stored.granularity
+        payload = Fp8Payload(name, scale, scale_inv, torch.bfloat16, p.device)
+        payload.data = p.data.view(E4M3.torch_dtype)
+
+    @torch.no_grad()
+    def write(value: Tensor) -> None:
+        if stored is not None and torch.equal(value.to(payload.dtype), payload.dequantize()):
+            return  # a checkpoint has what a reader was given, whose scales would be others
+        new_scale, new_scale_inv = granularity.scales(granularity.amax(value.reshape(-1), value.shape))
+        scale.copy_(new_scale)
+        scale_inv.copy_(new_scale_inv)
+        assert payload.data is not None
+        payload.data.copy_(payload.quantize(value))
+
+    payload.write, payload.has_master = write, False
+    retype(p, payload)
 
 
 def is_stored(module: nn.Module) -> bool:

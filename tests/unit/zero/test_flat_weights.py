@@ -19,9 +19,8 @@ from support.zero_training import (
 from torch import Tensor, nn
 
 from fp8_ds.nn.linear.payload import ROW
-from fp8_ds.nn.linear.stored import StoredScales
+from fp8_ds.nn.linear.stored import StoredScales, freeze
 from fp8_ds.numerics.formats import E4M3
-from fp8_ds.zero.flat_weights import freeze
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])

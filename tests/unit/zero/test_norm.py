@@ -12,6 +12,7 @@ import torch.distributed as dist
 from support.threads import on_threads
 from torch import nn
 
+from fp8_ds.comm.host_copy import OverflowFlag
 from fp8_ds.comm.layout import ShardRange
 from fp8_ds.errors import ConfigError
 from fp8_ds.numerics.masters import E4M11
@@ -19,7 +20,7 @@ from fp8_ds.numerics.predicted import PredictedScales
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.ops.adamw.dense import allocate_lo
 from fp8_ds.optim.core import AdamCore, FlatBuffer
-from fp8_ds.zero.norm import HyperparameterCheck, OverflowFlag, clip_factor, global_norm, overflow_flag
+from fp8_ds.zero.norm import HyperparameterCheck, clip_factor, global_norm, overflow_flag
 
 
 @pytest.mark.parametrize("loss_scale", [1.0, 4.0])

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fp8_ds.comm.collectives import ByteCounter
 from fp8_ds.nn.linear.payload import OF_RECIPE, Granularity
+from fp8_ds.nn.linear.weight_quantizer import Part, WeightQuantizer
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.numerics.scale import AmaxHistory
-from fp8_ds.zero.weights import Part, WeightQuantizer
 
 SHAPES = [(3, 5), (40, 150), (1, 129)]
 
