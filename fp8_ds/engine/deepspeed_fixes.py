@@ -17,7 +17,6 @@ These repairs stay where they are, without a switch:
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 import sys
@@ -319,31 +318,32 @@ class FreshGradients:
     Nothing else clears it, and `step` updates by it for as long as none does.
     """
 
-    @functools.cached_property
-    def _fp8_has_gradient(self) -> set[int]:
-        """Parameters used since the last step, by ds_id."""
-        return set()
-
     def partition_grads(self: Any, params_to_release: list[Any], grad_partitions: list[Tensor]) -> list[Tensor]:
         """Run DeepSpeed's method, from zero for parameters that earlier micro-batches did not use."""
+        used = _used(self)
         for p in params_to_release:
-            if p.ds_id not in self._fp8_has_gradient:
-                self._fp8_has_gradient.add(p.ds_id)
+            if p.ds_id not in used:
+                used.add(p.ds_id)
                 if self.micro_step_id > 0:
                     gradient_buffer(self, p).zero_()
         return super().partition_grads(params_to_release, grad_partitions)  # type: ignore[misc]
 
     def _pre_step(self: Any) -> None:
         for p in (p for group in self.fp16_groups for p in group):
-            if p.ds_id not in self._fp8_has_gradient:
+            if p.ds_id not in _used(self):
                 gradient_buffer(self, p).zero_()
-        self._fp8_has_gradient.clear()
+        _used(self).clear()
         super()._pre_step()  # type: ignore[misc]
 
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         """Zero the gradients, and forget which parameters the micro-batches so far have used."""
-        self._fp8_has_gradient.clear()
+        _used(self).clear()
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+
+
+def _used(zero: Any) -> set[int]:
+    """Return the parameters used since the last step, by ds_id."""
+    return zero.fp8.remembered.setdefault("stale_gradients", set())
 
 
 def gradient_buffer(zero: Any, p: Any) -> Tensor:
@@ -377,16 +377,11 @@ class OverflowFromNorms:
     0.19.8 on. If a norm may leave gradients out (replicas of model parallelism, experts), DeepSpeed's check runs.
     """
 
-    @functools.cached_property
-    def _fp8_norms(self) -> list[tuple[Any, Tensor]]:
-        """Gradients of a group, and their norm, which was measured in this step."""
-        return []
-
     def step(self: Any, closure: Any = None) -> None:
         try:
             super().step(closure)  # type: ignore[misc]
         finally:
-            self._fp8_norms.clear()
+            _measured(self).clear()
 
     def check_overflow(self: Any, partition_gradients: bool = True) -> None:
         """Set `overflow` in a step: whether the norm of a group is infinite or NaN."""
@@ -396,17 +391,22 @@ class OverflowFromNorms:
         for i in range(len(self.bit16_groups)):
             gradients = self.averaged_gradients[i]
             norm = super().get_grad_norm_direct(gradients, self.params_in_partition[i])  # type: ignore[misc]
-            self._fp8_norms.append((gradients, norm))
-        norms = torch.stack([norm for _, norm in self._fp8_norms])
+            _measured(self).append((gradients, norm))
+        norms = torch.stack([norm for _, norm in _measured(self)])
         self.overflow = not bool(((norms >= 0) & torch.isfinite(norms)).all())  # DeepSpeed's is -1 for infinite or NaN
 
     def get_grad_norm_direct(self: Any, gradients: Any, params: Any, norm_type: float = 2) -> Tensor:
         """Return DeepSpeed's norm; one that `check_overflow` has measured in this step is not measured again."""
-        for k, (measured, norm) in enumerate(self._fp8_norms):
+        for k, (measured, norm) in enumerate(_measured(self)):
             if measured is gradients and norm_type == 2:
-                del self._fp8_norms[k]  # with the gradients, which DeepSpeed is about to free
+                del _measured(self)[k]  # with the gradients, which DeepSpeed is about to free
                 return norm
         return super().get_grad_norm_direct(gradients, params, norm_type)  # type: ignore[misc]
+
+
+def _measured(zero: Any) -> list[tuple[Any, Tensor]]:
+    """Return gradients of groups, each with its norm, that were measured in this step."""
+    return zero.fp8.remembered.setdefault("overflow_check", [])
 
 
 def _norm_has_all(zero: Any) -> bool:
@@ -428,21 +428,17 @@ class GradientsOutOfGraphs:
     and the next replay would write over them.
     """
 
-    @functools.cached_property
-    def _fp8_own_gradients(self) -> dict[int, weakref.ref[Tensor]]:
-        """Gradients copied when this last ran, by id: each is copied once."""
-        return {}
-
     def backward_epilogue(self: Any, *args: Any, **kwargs: Any) -> None:
         super().backward_epilogue(*args, **kwargs)  # type: ignore[misc]
         if not are_replayed():
             return
-        known, self._fp8_own_gradients = self._fp8_own_gradients, {}
+        copied: dict[int, weakref.ref[Tensor]] = {}  # by id: each is copied once
+        known = self.fp8.remembered.get("graph_gradients", {})
 
         def own(grad: Tensor) -> Tensor:
             if (before := known.get(id(grad))) is None or before() is not grad:
                 grad = grad.clone()
-            self._fp8_own_gradients[id(grad)] = weakref.ref(grad)
+            copied[id(grad)] = weakref.ref(grad)
             return grad
 
         for gradients in self.all_grad_tensors.values():
@@ -451,6 +447,7 @@ class GradientsOutOfGraphs:
         for p in itertools.chain.from_iterable(self.bit16_groups):
             if p.grad is not None:
                 p.grad = own(p.grad)
+        self.fp8.remembered["graph_gradients"] = copied
 
 
 def are_replayed() -> bool:

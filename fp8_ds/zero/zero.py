@@ -29,6 +29,7 @@ class Zero:
     Attributes:
         masters: of this rank's part of the parameters.
         has_states: whether these and the moments are in FP8.
+        remembered: what repairs of DeepSpeed (engine/deepspeed_fixes.py) keep from one method to the next, by name.
     """
 
     masters: Masters
@@ -36,6 +37,7 @@ class Zero:
     def __init__(self, host: ZeroHost, context: Fp8Context) -> None:
         self._host = host
         self.context = context
+        self.remembered: dict[str, Any] = {}
         self.has_states = context.config.optimizer.states == "fp8"
         if self.has_states and context.config.optimizer.releases(host.clip_grad):
             refuse_model_parallel(host.model_parallel_group)
