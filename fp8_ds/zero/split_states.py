@@ -250,9 +250,12 @@ class SplitStates:
         return (dense_flat(flat, None, self.predicted.scale_inv, "cpu") for flat in self.flats)
 
     def _absorb(self, masters: Sequence[Any], saved_scales: dict[str, Tensor]) -> None:
-        """Quantise dense moments and masters, and free the memory of the masters. Collective."""
+        """Quantise dense moments and masters, and free the memory of the masters. Collective.
+
+        Frozen weights, which have no master, have no scale until the refresh that follows.
+        """
         self._host.optimizer.absorb_dense(masters)
-        scales, moves = self.predicted, self.core.weight_moves
+        scales = self.predicted
         sources = [
             (shard.scale_index, values)
             for flat, master in zip(self.flats, masters, strict=True)
@@ -262,9 +265,7 @@ class SplitStates:
         device = scales.amax.device
         amaxes = reduced_amaxes(scales.num, sources, self._host.dp_process_group, device)
         values = [float(saved_scales.get(name, 0.0)) for name in self.names]
-        saved = torch.tensor(values, dtype=torch.float32).to(device)
-        amaxes = torch.where(moves, amaxes, scales.amax)  # a frozen weight has no master
-        scales.set(amaxes, torch.where(moves, saved, scales.scale_inv))
+        scales.set(amaxes, torch.tensor(values, dtype=torch.float32).to(device))
         for flat, master in zip(self.flats, masters, strict=True):
             absorb_flat(flat, None, master.detach(), scales.scale_inv)
             master.data = virtual_flat(flat.numel, device).detach()

@@ -23,7 +23,7 @@ from support.zero_training import (
 )
 from torch import Tensor
 
-from fp8_ds.errors import ConfigError
+from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.numerics.masters import BY_NAME
 from fp8_ds.numerics.scale import scale_from_amax
 from fp8_ds.ops.adamw import AdamShard
@@ -178,3 +178,26 @@ def test_a_master_whose_low_part_is_elsewhere_is_read_where_the_high_part_is() -
     shard = AdamShard("weight", 200, 0, 0, 0, 0, BY_NAME["e4m11"], hi)
     allocate_lo(shard, torch.device("cpu"))
     read_dense(shard, None, torch.empty(200, device="meta"), torch.ones(1))
+
+
+def inexact(stage: int) -> None:
+    zero = zero_optimizer(stage, RAGGED, **fp8_states("e4m11"))
+    states, p = zero.fp8.masters.states, zero.params["up"]
+    (shard,) = [one for one in zero.optimizer.core.shards if one.name == "up"]
+    value = torch.full((shard.numel,), 0.25, dtype=torch.bfloat16)
+    uneven = value.clone()
+    uneven[5] = 129 * 2.0**-34  # eight bits, of which most lie below the last one of a master
+    states.write_first(p, shard, uneven)
+    states.check_stored()  # its rounding counts only if it came in FP8
+    zero.context.stored = {id(p): None}
+    states.write_first(p, shard, value)
+    states.check_stored()
+    if dist.get_rank() == 1:
+        states.write_first(p, shard, uneven)
+    with pytest.raises(UnsupportedError, match="sizes as in up" if dist.get_rank() == 1 else "those of other ranks"):
+        states.check_stored()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_weight_that_came_in_fp8_and_would_be_rounded_on_one_rank_is_refused_on_all(stage: int) -> None:
+    on_threads(2, inexact, stage)
