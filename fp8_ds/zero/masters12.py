@@ -79,13 +79,13 @@ class Fp32Masters12(Masters):
             parts.append(Part(f.in_partition.narrow(master), f.in_buffer.narrow(bytes_), f.in_tensor.start))
         self.scales.set_parts(parts)
 
-    def write_weights(self, is_step: bool) -> bool:
+    def update_bytes(self, is_step: bool) -> bool:
         """Quantise this rank's masters, and copy those of bf16 parameters, before a gather. Collective.
 
         Returns:
             whether there is anything to gather.
         """
-        self.scales.refresh(is_step)
+        self.scales.requantize(is_step)
         for i, group in enumerate(self._weights.groups):
             group.hp.copy_own(self._flat.partition(i))
         return True
@@ -195,7 +195,7 @@ class SplitMasters12(Masters):
                 before.hi = now.hi
         self.states.core.moved()
 
-    def write_weights(self, is_step: bool) -> bool:
+    def update_bytes(self, is_step: bool) -> bool:
         """Return whether there is anything to gather: the bytes are the masters' high parts, but dense ones."""
         return not self.is_dense
 

@@ -179,8 +179,8 @@ class Fp32Masters3(Masters):
                 parts.append(Part(weight.source, weight.own_bytes, weight.elements.start))
         self.scales.set_parts(parts)
 
-    def write_weights(self, is_step: bool) -> bool:
-        self.scales.refresh(is_step)
+    def update_bytes(self, is_step: bool) -> bool:
+        self.scales.requantize(is_step)
         return True
 
     def read_partition(self, original: Original, param: Any, release: bool, key: str | None) -> tuple[Tensor, int]:
@@ -301,7 +301,7 @@ class SplitMasters3(Masters):
                 shard.hi = self._high(p, shard.numel)
         self.states.core.moved()
 
-    def write_weights(self, is_step: bool) -> bool:
+    def update_bytes(self, is_step: bool) -> bool:
         """Return whether there is anything new: the shards are the masters already, but dense ones."""
         return not self.is_dense
 

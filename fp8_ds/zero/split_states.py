@@ -53,12 +53,12 @@ class Masters:
         """Tell who quantises where masters and bytes lie (again, after they were moved)."""
         raise NotImplementedError
 
-    def write_weights(self, is_step: bool) -> bool:
+    def update_bytes(self, is_step: bool) -> bool:
         """Bring this rank's FP8 bytes up to date. Return whether there is anything new. Collective."""
         raise NotImplementedError
 
     def end_refresh(self, is_step: bool) -> None:
-        """End what `write_weights` began, once the weights are in place."""
+        """End what `update_bytes` began, once the weights are in place."""
 
     @contextmanager
     def dense(self) -> Iterator[dict[str, Tensor]]:

@@ -124,7 +124,7 @@ class Zero12(Zero):
 
         Nothing is done while masters that are split are dense: that ends with a refresh.
         """
-        if not self.masters.write_weights(is_step):
+        if not self.masters.update_bytes(is_step):
             return
         self.weights.gather(self.masters.fill_bf16)
         if is_step:

@@ -79,7 +79,7 @@ class Zero3(Zero):
 
         Nothing is done while masters that are split are dense: that ends with a refresh.
         """
-        if self.masters.write_weights(is_step):
+        if self.masters.update_bytes(is_step):
             self.shards.refresh_bf16()
             self.masters.end_refresh(is_step)
 

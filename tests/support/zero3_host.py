@@ -69,7 +69,7 @@ class _Gathered:
 
 def refresh(shards: Any) -> None:
     """What a step does with new masters."""
-    shards.scales.refresh(is_step=True)
+    shards.scales.requantize(is_step=True)
     shards.refresh_bf16()
 
 

@@ -142,7 +142,7 @@ class WeightQuantizer:
         self._cast = None  # made when it is needed: parts may be named while masters are elsewhere
 
     @torch.no_grad()
-    def refresh(self, is_step: bool) -> None:
+    def requantize(self, is_step: bool) -> None:
         """Measure, reduce, rescale and quantise everything, so that the shards are those of the masters.
 
         Collective over the ZeRO group. No host synchronisation, except by the first call after `set_parts`. With one

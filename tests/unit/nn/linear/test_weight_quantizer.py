@@ -46,7 +46,7 @@ def quantized(granularity: Granularity, history: bool) -> tuple[list[Tensor], li
     before = [grid.data_ptr() for grid in quantizer.scale_inv]
     if amaxes is not None:
         amaxes.amax_local.copy_(torch.tensor([1.0 + rank, 9.0 - rank]))
-    quantizer.refresh(is_step=True)
+    quantizer.requantize(is_step=True)
     assert before == [grid.data_ptr() for grid in quantizer.scale_inv]
     newest = [] if amaxes is None else amaxes.amax_history[0].tolist()
     return [part.shard.view(torch.uint8) for part in parts], quantizer.scale_inv, newest, counter.num_amax_reduces
@@ -80,7 +80,7 @@ def kept_scales() -> None:
     for factor, is_kept in ((1.0, True), (1.0, True), (3.0, False), (1 / 3, True)):
         sources[1].mul_(factor)
         sources[1][sources[1].abs().argmax()] = sources[1].abs().max() if factor != 1 / 3 else weights()[1].abs().max()
-        quantizer.refresh(is_step=True)
+        quantizer.requantize(is_step=True)
         own = float(sources[1].abs().max()) / E4M3.max
         assert float(quantizer.scale_inv[1]) == pytest.approx(0.75 if is_kept else own, rel=1e-6)
         assert float(quantizer.scale[1]) == pytest.approx(1 / (0.75 if is_kept else own), rel=1e-6)
