@@ -35,7 +35,7 @@ class Zero:
     masters: Masters
 
     def __init__(self, host: ZeroHost, context: Fp8Context) -> None:
-        self._host = host
+        self.host = host
         self.context = context
         self.remembered: dict[str, Any] = {}
         self.has_states = context.config.optimizer.states == "fp8"
@@ -79,7 +79,7 @@ class Zero:
         Args:
             original: DeepSpeed's `offload_states`.
         """
-        host, device = self._host, OffloadDeviceEnum.cpu if device is None else device
+        host, device = self.host, OffloadDeviceEnum.cpu if device is None else device
         wanted = self.masters.offload(include, device)
         wanted = set(OffloadStateTypeEnum) if wanted is None else set(wanted)
         if others := wanted - {_WEIGHTS}:  # DeepSpeed before 0.19.8 offloads nothing without its own FusedAdam
@@ -91,8 +91,8 @@ class Zero:
 
     def reload(self, original: Callable[..., None], non_blocking: bool) -> None:
         self.masters.reload()
-        if _WEIGHTS in self._host.offloaded_states:  # first: DeepSpeed would move its flat buffer, which is meta here
+        if _WEIGHTS in self.host.offloaded_states:  # first: DeepSpeed would move its flat buffer, which is meta here
             self.move(torch.device(get_accelerator().current_device_name()))
-            self._host.offloaded_states.remove(_WEIGHTS)
+            self.host.offloaded_states.remove(_WEIGHTS)
         original(non_blocking=non_blocking)
         self.masters.point()

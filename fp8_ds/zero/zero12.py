@@ -48,9 +48,10 @@ class Zero12(Zero):
         is_exporting: whether readers get bf16 of the masters.
     """
 
+    host: Host12
+
     def __init__(self, host: Host12, context: Fp8Context) -> None:
         super().__init__(host, context)
-        self.host = host
         self.weights = FlatWeights(host, context.counter)
         self.flat = FlatMasters12(host, self.weights)
         self.is_exporting = False

@@ -37,9 +37,10 @@ class Zero3(Zero):
         gradients: what happens to a gradient until then.
     """
 
+    host: Host3
+
     def __init__(self, host: Host3, context: Fp8Context) -> None:
         super().__init__(host, context)
-        self.host = host
         self.flat = FlatMasters3(host)
         for p in context.weights.values():
             if p.ds_status == ZeroParamStatus.AVAILABLE:  # type: ignore[attr-defined]
