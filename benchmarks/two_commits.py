@@ -15,11 +15,13 @@ import gc
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from processes import error_of, run_logged
+from results_io import dated_stem, heading
 
 ROOT = Path(__file__).resolve().parents[1]
 STATES = {
@@ -110,10 +112,10 @@ def run(package: Path, args: argparse.Namespace) -> dict[str, dict[str, float]]:
         "MASTER_PORT": 29511,
     }.items():
         env.setdefault(name, str(value))
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=args.timeout)
-    rows = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("ROW ")]
-    if done.returncode or len(rows) < len(args.ways):
-        raise SystemExit(f"{package}: exit status {done.returncode}\n{done.stderr[-3000:]}")
+    code, output, _ = run_logged(str(package), command, args.timeout, None, env=env)
+    rows = [json.loads(line[4:]) for line in output.splitlines() if line.startswith("ROW ")]
+    if code or len(rows) < len(args.ways):
+        raise SystemExit(f"{package}: {error_of(code, output, args.timeout)}")
     return {row.pop("way"): row for row in rows}
 
 
@@ -150,8 +152,6 @@ def main() -> None:
     if args.worker:
         worker(args)
         return
-    from results_io import dated_stem, heading
-
     runs: dict[str, list[dict[str, Any]]] = {"old": [], "new": []}
     for number in range(args.rounds):
         for name in ("old", "new") if number % 2 == 0 else ("new", "old"):

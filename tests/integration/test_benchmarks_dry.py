@@ -107,6 +107,24 @@ def test_linear_sizes_measures_each_cell_once(run_main: Callable[..., str], tmp_
     assert again[:3] == cells[1:] and len(again) == 4  # the missing one is measured, the others are kept
 
 
+def test_two_commits_are_measured_in_turns(
+    benchmark: Callable[[str], Any], run_main: Callable[..., str], root: Path, tmp_path: Path
+) -> None:
+    sizes = {"width": 64, "layers": 1, "tokens": 32, "steps": 6, "rounds": 1}
+    options = [text for name, size in sizes.items() for text in (f"--{name}", size)]
+    ways = ("ZeRO-2 fp32", "ZeRO-3 release")
+    run_main("two_commits", "--old", root, "--ways", *ways, *options, "--out", tmp_path)
+    (path,) = tmp_path.glob("*-two-commits.json")
+    runs = json.loads(path.read_text())
+    assert runs.keys() == {"old", "new"}
+    for row in (row for run in runs.values() for row in (run[0][way] for way in ways)):
+        assert row["GPU ms"] > 0 and row["host ms"] > 0
+    rows = [{"way": {"GPU ms": ms, "host ms": 2.0, "peak MiB": 3.0}} for ms in (10.0, 10.05, 10.4, 10.6)]
+    table = benchmark("two_commits").table
+    assert "**no**" not in table([rows[0], rows[2]], [rows[2]], ["way"])  # within the old one's spread
+    assert "**no**" not in table([rows[0]], [rows[1]], ["way"]) and "**no**" in table([rows[0]], [rows[3]], ["way"])
+
+
 @pytest.mark.slow
 def test_serving_compares_both_ends_in_both_forms(
     root: Path, cpu_environment: dict[str, str], text_cache: Path, tmp_path: Path
