@@ -59,7 +59,7 @@ class Fp8Weights:
 
         Args:
             shards: index -> this rank's shard of that weight.
-            seed: seed of the noise that bf16 numbers take (fp8_ds/optim/states.py).
+            seed: seed of the noise that bf16 numbers take (fp8_ds/numerics/new_masters.py).
         """
         device = self.scales.amax.device
         local = [(index, _initial(p).abs().max().view(1)) for index, p in enumerate(self.weights)]

@@ -329,10 +329,11 @@ class FreshGradients:
         return super().partition_grads(params_to_release, grad_partitions)  # type: ignore[misc]
 
     def _pre_step(self: Any) -> None:
+        used = _used(self)
         for p in (p for group in self.fp16_groups for p in group):
-            if p.ds_id not in _used(self):
+            if p.ds_id not in used:
                 gradient_buffer(self, p).zero_()
-        _used(self).clear()
+        used.clear()
         super()._pre_step()  # type: ignore[misc]
 
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -168,6 +168,7 @@ def amax_of(value: Tensor) -> Tensor:
     """Return the largest magnitude of `value` (any float dtype), float32, 0-dim; 0 if there are no elements."""
     if not value.numel():
         return torch.zeros((), dtype=torch.float32, device=value.device)
+    value = value.float() if value.dtype == torch.float64 else value  # vector_norm refuses to narrow
     return torch.linalg.vector_norm(value, float("inf"), dtype=torch.float32)
 
 

@@ -58,15 +58,15 @@ class Fp32Masters12(Masters):
         )
 
     def encode(self, i: int, flat: Tensor | None, group: GroupWeights) -> None:
-        """Make FP8 bytes of group `i` from `flat` (bf16): the first refresh does."""
+        """Do nothing: the first refresh makes the FP8 bytes."""
 
     def start(self) -> None:
-        """Finish masters once all groups are made, and hand them to the inner optimizer, if it has none. Collective."""
+        """Restore masters of weights that came in FP8, and tell the quantiser where all lie."""
         self._flat.restore_stored(self._context.stored)
         self.point()
 
     def link(self) -> None:
-        """Link parameters to masters and moments: DeepSpeed's fragments do."""
+        """Do nothing: DeepSpeed's fragments link parameters to masters and moments."""
 
     def point(self) -> None:
         parts: list[Part | None] = []

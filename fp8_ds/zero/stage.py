@@ -1,6 +1,5 @@
-"""What a stage is given: DeepSpeed's optimizer, as protocols of what is read of it, and the engine's `Fp8Context`.
-
-`ZeroHost` is of all stages, `Host12` and `Host3` of theirs.
+"""Inputs of a stage: protocols of DeepSpeed's optimizers (`ZeroHost` for all stages, `Host12`, `Host3`), as far as they
+are read, and the engine's `Fp8Context`.
 """
 
 from __future__ import annotations

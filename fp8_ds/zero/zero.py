@@ -71,7 +71,7 @@ class Zero:
             self.end_dense()
 
     def end_dense(self) -> None:
-        """Do what a stage does besides, once the weights follow masters that were dense."""
+        """Finish leaving `dense`, once the weights follow; ZeRO-3 gathers persistent parameters again."""
 
     def offload(self, original: Callable[..., None], include: Any, device: Any, **kwargs: Any) -> None:
         """Move states to `device`; readers of weights still work there, compute does not.
@@ -82,8 +82,7 @@ class Zero:
         host, device = self.host, OffloadDeviceEnum.cpu if device is None else device
         wanted = self.masters.offload(include, device)
         wanted = set(OffloadStateTypeEnum) if wanted is None else set(wanted)
-        if others := wanted - {_WEIGHTS}:  # DeepSpeed before 0.19.8 offloads nothing without its own FusedAdam
-            original(include=others, device=device, **kwargs)
+        original(include=wanted - {_WEIGHTS}, device=device, **kwargs)  # of nothing, too: it frees what has left
         if _WEIGHTS in wanted and _WEIGHTS not in host.offloaded_states:
             self.move(torch.device(device.value))
             host.offloaded_states.add(_WEIGHTS)

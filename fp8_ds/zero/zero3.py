@@ -146,7 +146,11 @@ class Zero3(Zero):
                 self.refresh(is_step=False)
 
     def offload(self, original: Callable[..., None], include: Any, device: Any, **kwargs: Any) -> None:
-        super().offload(original, self.gradients.offload(include), device, **kwargs)
+        def without_nothing(include: Any, **options: Any) -> None:
+            if include:  # DeepSpeed before 0.19.8 offloads nothing without its own FusedAdam
+                original(include=include, **options)
+
+        super().offload(without_nothing, self.gradients.offload(include), device, **kwargs)
 
     def move(self, device: torch.device) -> None:
         """Move FP8 and bf16 shards to `device`."""

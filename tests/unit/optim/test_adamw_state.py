@@ -113,6 +113,18 @@ def test_states_in_other_floating_dtypes_and_counts_as_numbers_are_taken(dtype: 
         assert torch.allclose(found[index]["exp_avg"], entry["exp_avg"].float(), rtol=0.07, atol=1e-4)
 
 
+@pytest.mark.parametrize("master", ["e4m19", "e4m11"])
+def test_masters_in_float64_are_taken_to_the_bit(master: str) -> None:
+    (_, optimizer), (_, loaded) = stepped(master), make(master, seed=1)
+    state = copy.deepcopy(optimizer.state_dict())
+    for entry in state["state"].values():
+        entry.update({key: entry[key].double() for key in ("master",) if key in entry})
+    assert any(entry["master"].dtype == torch.float64 for entry in state["state"].values() if "master" in entry)
+    loaded.load_state_dict(state)
+    found, expected = loaded.state_dict()["state"], optimizer.state_dict()["state"]
+    assert all(torch.equal(found[i]["master"], entry["master"]) for i, entry in expected.items() if "master" in entry)
+
+
 @pytest.mark.parametrize(("master", "skips"), zip(FORMATS, (False, True, True, False, True), strict=True))
 def test_a_run_that_is_saved_before_its_first_step_goes_on_with_the_same_bits(master: str, skips: bool) -> None:
     """Also in an optimizer that has made steps, of which nothing is left."""

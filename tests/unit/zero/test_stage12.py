@@ -46,7 +46,7 @@ def test_the_protocol_names_only_what_deepspeeds_class_has() -> None:
 def test_the_optimizer_gets_one_attribute_besides_deepspeeds_own(
     monkeypatch: pytest.MonkeyPatch, block: dict[str, Any]
 ) -> None:
-    """At the start, in a step, and in what users call; what host.py names is DeepSpeed's."""
+    """At the start, in a step, and in what users call; what stage.py names is DeepSpeed's."""
     before: list[set[str]] = []
     stock = Fp8ZeroStage12.fp8_init
 
