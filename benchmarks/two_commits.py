@@ -1,11 +1,11 @@
 """Step time and peak memory of two commits of fp8_ds, in turns on one machine: does a change make a step slower?
 
-    git archive OLD fp8_ds | tar x -C /tmp/old
-    python benchmarks/two_commits.py --old /tmp/old --out benchmarks/results
+    mkdir old && git archive OLD fp8_ds | tar x -C old
+    python benchmarks/two_commits.py --old old --out benchmarks/results
 
 Each process trains one commit in ZeRO-2 and ZeRO-3, with fp32 states, with FP8 states and with gradient release. They
-alternate. GPU ms: from the first to the last kernel of a step; host ms: until the host has launched it. The new commit
-holds if its median is within 1 % of the old one's, or within the spread of the old commit's processes.
+alternate. Step ms: until the device has ended a step; host ms: until the host has launched it. The new commit holds if
+its median is within 1 % of the old one's, or within the spread of the old commit's processes.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from typing import Any
 from processes import error_of, run_logged
 from results_io import dated_stem, heading
 
+from fp8_ds.host import free_port
+
 ROOT = Path(__file__).resolve().parents[1]
 STATES = {
     "fp32": {},
@@ -30,8 +32,9 @@ STATES = {
     "release": {"optimizer": {"states": "fp8", "master": "e4m11", "release": True}},
 }
 WAYS = tuple(f"ZeRO-{stage} {states}" for stage in (2, 3) for states in STATES)
-NUMBERS = ("GPU ms", "host ms", "peak MiB")
+NUMBERS = ("step ms", "host ms", "peak MiB")
 TOLERANCE = 0.01
+NUM_WARM = 5
 
 
 def ds_config(way: str) -> dict[str, Any]:
@@ -53,6 +56,7 @@ def measure(way: str, width: int, num_layers: int, tokens: int, num_steps: int) 
     from torch import nn
 
     on_cuda = torch.cuda.is_available()
+    wait = torch.cuda.synchronize if on_cuda else lambda: None
     torch.manual_seed(0)
     blocks = [
         nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(num_layers)
@@ -61,23 +65,18 @@ def measure(way: str, width: int, num_layers: int, tokens: int, num_steps: int) 
     x = torch.randn(tokens, width, device=engine.device, dtype=torch.bfloat16)
     found: dict[str, list[float]] = {name: [] for name in NUMBERS[:2]}
     for step in range(num_steps):
-        if on_cuda:
-            if step == 5:
-                torch.cuda.reset_peak_memory_stats()
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            torch.cuda.synchronize()
-            events[0].record()
+        if on_cuda and step == NUM_WARM:
+            torch.cuda.reset_peak_memory_stats()
+        wait()
         began = time.perf_counter()
         loss = engine(x).float().square().mean()
         engine.backward(loss)
         engine.step()
-        host = 1e3 * (time.perf_counter() - began)
-        if on_cuda:
-            events[1].record()
-            torch.cuda.synchronize()
-        if step >= 5:
-            found["host ms"].append(host)
-            found["GPU ms"].append(events[0].elapsed_time(events[1]) if on_cuda else host)
+        launched = time.perf_counter()
+        wait()
+        if step >= NUM_WARM:
+            found["host ms"].append(1e3 * (launched - began))
+            found["step ms"].append(1e3 * (time.perf_counter() - began))
     assert torch.isfinite(loss), way
     peak = torch.cuda.max_memory_allocated() / 2**20 if on_cuda else 0.0
     engine.destroy()
@@ -100,18 +99,12 @@ def worker(args: argparse.Namespace) -> None:
 
 def run(package: Path, args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Return what a process with this commit's package measures, by way."""
+    package = package.resolve()
     sizes = ("width", "layers", "tokens", "steps")
     command = [sys.executable, __file__, "--worker", str(package), "--ways", *args.ways]
     command += [text for name in sizes for text in (f"--{name}", str(getattr(args, name)))]
-    env = {**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    for name, value in {
-        "RANK": 0,
-        "LOCAL_RANK": 0,
-        "WORLD_SIZE": 1,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": 29511,
-    }.items():
-        env.setdefault(name, str(value))
+    env = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    env |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": f"{package}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     code, output, _ = run_logged(str(package), command, args.timeout, None, env=env)
     rows = [json.loads(line[4:]) for line in output.splitlines() if line.startswith("ROW ")]
     if code or len(rows) < len(args.ways):
@@ -152,6 +145,8 @@ def main() -> None:
     if args.worker:
         worker(args)
         return
+    if args.old is None:
+        parser.error("--old: expected a folder that has the old commit's fp8_ds, got none")
     runs: dict[str, list[dict[str, Any]]] = {"old": [], "new": []}
     for number in range(args.rounds):
         for name in ("old", "new") if number % 2 == 0 else ("new", "old"):

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fp8_ds.numerics.scale import amax_of
+
 # torch >= 2.12 renamed it; torch 2.11 has the old name only.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 MIN_BYTES = 2**20
@@ -82,8 +84,7 @@ def reduced_amaxes(num: int, sources: list[tuple[int, Tensor]], group: dist.Proc
     amaxes = torch.zeros(num, dtype=torch.float32, device=device)
     for index, piece in sources:
         if piece.numel():
-            amax = torch.linalg.vector_norm(piece, float("inf"), dtype=torch.float32).to(device)
-            amaxes[index] = torch.maximum(amaxes[index], amax)
+            amaxes[index] = torch.maximum(amaxes[index], amax_of(piece).to(device))
     max_reduce(group, amaxes)
     return amaxes
 

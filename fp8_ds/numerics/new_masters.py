@@ -21,6 +21,7 @@ from fp8_ds.numerics.formats import E4M3
 from fp8_ds.numerics.masters import MasterFormat, decode, encode
 from fp8_ds.numerics.predicted import PredictedScales
 from fp8_ds.numerics.rounding import noise
+from fp8_ds.numerics.scale import amax_of
 
 CHUNK = 1 << 24
 """Elements converted at a time, a multiple of 128: bounds the float32 temporaries to 64 MiB each."""
@@ -162,14 +163,6 @@ def same_bits(left: Tensor, right: Tensor) -> Tensor:
     """Return which elements are the same, bit for bit; both tensors are bf16, or float32."""
     bits = {2: torch.int16, 4: torch.int32}[left.element_size()]
     return left.view(bits) == right.view(bits)
-
-
-def amax_of(value: Tensor) -> Tensor:
-    """Return the largest magnitude of `value` (any float dtype), float32, 0-dim; 0 if there are no elements."""
-    if not value.numel():
-        return torch.zeros((), dtype=torch.float32, device=value.device)
-    value = value.float() if value.dtype == torch.float64 else value  # vector_norm refuses to narrow
-    return torch.linalg.vector_norm(value, float("inf"), dtype=torch.float32)
 
 
 class SplitQuantizer:

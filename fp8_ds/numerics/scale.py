@@ -27,6 +27,14 @@ MANTISSA = (1 << MANTISSA_BITS) - 1
 _STATE = ("amax_history", "scale", "scale_inv", "amax_local")
 
 
+def amax_of(value: Tensor) -> Tensor:
+    """Return the largest magnitude of `value` (any float dtype), float32, 0-dim; 0 if there are no elements."""
+    if not value.numel():
+        return torch.zeros((), dtype=torch.float32, device=value.device)
+    value = value.float() if value.dtype == torch.float64 else value  # vector_norm refuses to narrow
+    return torch.linalg.vector_norm(value, float("inf"), dtype=torch.float32)
+
+
 def scale_from_amax(amax: Tensor, fp8_max: float | Tensor) -> tuple[Tensor, Tensor]:
     """Map each amax onto `fp8_max`; elementwise, on the device, without a host synchronisation.
 

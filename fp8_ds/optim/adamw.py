@@ -19,8 +19,9 @@ from fp8_ds.nn.linear.parameter import retype
 from fp8_ds.nn.linear.payload import Fp8Payload
 from fp8_ds.numerics.formats import E4M3
 from fp8_ds.numerics.masters import BF16_8, BY_NAME, FP32, MasterFormat
-from fp8_ds.numerics.new_masters import amax_of, overwrite
+from fp8_ds.numerics.new_masters import overwrite
 from fp8_ds.numerics.predicted import PredictedScales, check_betas
+from fp8_ds.numerics.scale import amax_of
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.ops.adamw.dense import allocate_lo, write_first, write_low
 from fp8_ds.optim.core import AdamCore, FlatBuffer

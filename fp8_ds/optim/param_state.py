@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fp8_ds.errors import UnsupportedError
-from fp8_ds.numerics.new_masters import CHUNK, amax_of
+from fp8_ds.numerics.new_masters import CHUNK
+from fp8_ds.numerics.scale import amax_of
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.ops.adamw.dense import MOMENTS, has_moments
 from fp8_ds.optim.core import AdamCore, absorb_flat, dense_flat

@@ -79,16 +79,11 @@ class Fp32Masters12(Masters):
             parts.append(Part(f.in_partition.narrow(master), f.in_buffer.narrow(bytes_), f.in_tensor.start))
         self.scales.set_parts(parts)
 
-    def update_bytes(self, is_step: bool) -> bool:
-        """Quantise this rank's masters, and copy those of bf16 parameters, before a gather. Collective.
-
-        Returns:
-            whether there is anything to gather.
-        """
+    def update_bytes(self, is_step: bool) -> None:
+        """Quantise this rank's masters, and copy those of bf16 parameters, before a gather. Collective."""
         self.scales.requantize(is_step)
         for i, group in enumerate(self._weights.groups):
             group.hp.copy_own(self._flat.partition(i))
-        return True
 
     def fill_bf16(self, i: int, bf16: CompactBuffer) -> None:
         """Fill this rank's elements of the weights of group `i` that compute in bf16."""
@@ -194,10 +189,6 @@ class SplitMasters12(Masters):
             for before, (_, now) in zip(flat.shards, self._pieces(flat.row, group, 0), strict=True):
                 before.hi = now.hi
         self.states.core.moved()
-
-    def update_bytes(self, is_step: bool) -> bool:
-        """Return whether there is anything to gather: the bytes are the masters' high parts, but dense ones."""
-        return not self.is_dense
 
     def end_refresh(self, is_step: bool) -> None:
         if is_step:

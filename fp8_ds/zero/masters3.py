@@ -1,7 +1,10 @@
 """Masters of ZeRO-3: `Fp32Masters3`, DeepSpeed's own, and `SplitMasters3`, whose high parts are the FP8 shards.
 
 Both have the same methods, so that nobody else asks which one it is. The masters are the only high-precision copy: the
-bf16 shard of an FP8 weight is made from its master when DeepSpeed reads it, and dropped again.
+bf16 shard of an FP8 weight is made from its master when DeepSpeed reads it, and dropped again. A user's write into one
+with a float32 master holds until the next step, in a bf16 shard that stays until then.
+
+`FlatMasters3`: DeepSpeed's flat tensors of masters and bf16 shards, by parameter.
 """
 
 from __future__ import annotations
@@ -179,9 +182,8 @@ class Fp32Masters3(Masters):
                 parts.append(Part(weight.source, weight.own_bytes, weight.elements.start))
         self.scales.set_parts(parts)
 
-    def update_bytes(self, is_step: bool) -> bool:
+    def update_bytes(self, is_step: bool) -> None:
         self.scales.requantize(is_step)
-        return True
 
     def read_partition(self, original: Original, param: Any, release: bool, key: str | None) -> tuple[Tensor, int]:
         """Return this rank's part of the master (key None) or a moment, padded, and its sub-group."""
@@ -300,10 +302,6 @@ class SplitMasters3(Masters):
             if (shard := self._shard_of.get(id(p))) is not None:
                 shard.hi = self._high(p, shard.numel)
         self.states.core.moved()
-
-    def update_bytes(self, is_step: bool) -> bool:
-        """Return whether there is anything new: the shards are the masters already, but dense ones."""
-        return not self.is_dense
 
     def end_refresh(self, is_step: bool) -> None:
         """Update amax histories after a step; else quantise frozen weights. Collective."""

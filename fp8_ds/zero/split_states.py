@@ -53,9 +53,8 @@ class Masters:
         """Tell who quantises where masters and bytes lie (again, after they were moved)."""
         raise NotImplementedError
 
-    def update_bytes(self, is_step: bool) -> bool:
-        """Bring this rank's FP8 bytes up to date. Return whether there is anything new. Collective."""
-        raise NotImplementedError
+    def update_bytes(self, is_step: bool) -> None:
+        """Bring this rank's FP8 bytes up to date. Collective. Those of split masters, their high parts, always are."""
 
     def end_refresh(self, is_step: bool) -> None:
         """End what `update_bytes` began, once the weights are in place."""

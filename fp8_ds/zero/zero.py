@@ -7,6 +7,7 @@ their scales.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,9 +43,13 @@ class Zero:
         if self.has_states and context.config.optimizer.releases(host.clip_grad):
             refuse_model_parallel(host.model_parallel_group)
 
+    @property
+    def is_held(self) -> bool:
+        """Whether a refresh has to wait, because masters that are split are dense: that ends with one."""
+        return self.masters.states is not None and self.masters.is_dense
+
     def refresh(self, is_step: bool) -> None:
-        """Update the weights from the masters. Nothing is done while masters that are split are dense: that ends with
-        a refresh."""
+        """Update the weights from the masters, unless it `is_held`."""
         raise NotImplementedError
 
     def move(self, device: torch.device) -> None:
@@ -74,7 +79,7 @@ class Zero:
         """Finish leaving `dense`, once the weights follow; ZeRO-3 gathers persistent parameters again."""
 
     def offload(self, original: Callable[..., None], include: Any, device: Any, **kwargs: Any) -> None:
-        """Move states to `device`; readers of weights still work there, compute does not.
+        """Move states to `device`, and give their memory back; readers of weights still work there, compute does not.
 
         Args:
             original: DeepSpeed's `offload_states`.
@@ -82,11 +87,14 @@ class Zero:
         host, device = self.host, OffloadDeviceEnum.cpu if device is None else device
         wanted = self.masters.offload(include, device)
         wanted = set(OffloadStateTypeEnum) if wanted is None else set(wanted)
-        original(include=wanted - {_WEIGHTS}, device=device, **kwargs)  # of nothing, too: it frees what has left
+        if others := wanted - {_WEIGHTS}:  # DeepSpeed before 0.19.8 offloads nothing without its own FusedAdam
+            original(include=others, device=device, **kwargs)
         if _WEIGHTS in wanted and _WEIGHTS not in host.offloaded_states:
             self.move(torch.device(device.value))
             host.offloaded_states.add(_WEIGHTS)
         self.masters.point()  # views of what has left would keep its memory
+        gc.collect()  # after DeepSpeed's own offload, which does the same for what it has moved
+        get_accelerator().empty_cache()
 
     def reload(self, original: Callable[..., None], non_blocking: bool) -> None:
         self.masters.reload()

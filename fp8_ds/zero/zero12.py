@@ -121,12 +121,10 @@ class Zero12(Zero):
 
     @torch.no_grad()
     def refresh(self, is_step: bool) -> None:
-        """Update the weights on all ranks from the masters: quantise, copy bf16, gather both.
-
-        Nothing is done while masters that are split are dense: that ends with a refresh.
-        """
-        if not self.masters.update_bytes(is_step):
+        """Update the weights on all ranks from the masters, unless it `is_held`: quantise, copy bf16, gather both."""
+        if self.is_held:
             return
+        self.masters.update_bytes(is_step)
         self.weights.gather(self.masters.fill_bf16)
         if is_step:
             self.context.counter.end_step()

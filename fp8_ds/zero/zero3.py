@@ -76,13 +76,12 @@ class Zero3(Zero):
 
     @torch.no_grad()
     def refresh(self, is_step: bool) -> None:
-        """Update the shards from the masters: quantise, copy bf16. Later gathers wait for them.
-
-        Nothing is done while masters that are split are dense: that ends with a refresh.
-        """
-        if self.masters.update_bytes(is_step):
-            self.shards.refresh_bf16()
-            self.masters.end_refresh(is_step)
+        """Update the shards from the masters, unless it `is_held`: quantise, copy bf16. Later gathers wait for them."""
+        if self.is_held:
+            return
+        self.masters.update_bytes(is_step)
+        self.shards.refresh_bf16()
+        self.masters.end_refresh(is_step)
 
     @torch.no_grad()
     def set_bf16(self, names: Collection[str]) -> None:
@@ -146,11 +145,7 @@ class Zero3(Zero):
                 self.refresh(is_step=False)
 
     def offload(self, original: Callable[..., None], include: Any, device: Any, **kwargs: Any) -> None:
-        def without_nothing(include: Any, **options: Any) -> None:
-            if include:  # DeepSpeed before 0.19.8 offloads nothing without its own FusedAdam
-                original(include=include, **options)
-
-        super().offload(without_nothing, self.gradients.offload(include), device, **kwargs)
+        super().offload(original, self.gradients.offload(include), device, **kwargs)
 
     def move(self, device: torch.device) -> None:
         """Move FP8 and bf16 shards to `device`."""

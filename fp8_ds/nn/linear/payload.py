@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8_ds.numerics.formats import E4M3
-from fp8_ds.numerics.scale import pow2_scale, row_scale_from_amax, scale_from_amax
+from fp8_ds.numerics.scale import amax_of, pow2_scale, row_scale_from_amax, scale_from_amax
 from fp8_ds.ops.blockwise import BLOCK, shard_block_amax
 from fp8_ds.ops.blockwise.reference import scale_from_amax as pow2_scale_from_amax
 from fp8_ds.ops.quantize import quantize
@@ -54,9 +54,7 @@ class Granularity:
         `part`: bf16, fp16 or fp32 [numel]: elements [start, start + numel) of the flattened weight.
         """
         if self.is_tensor:
-            if not part.numel():
-                return torch.zeros((), dtype=torch.float32, device=part.device)
-            return torch.linalg.vector_norm(part, float("inf"), dtype=torch.float32)
+            return amax_of(part)
         whole = matrix_shape(shape)
         if self.is_row:
             return shard_block_amax(part, start, whole, (1, BLOCK)).amax(1, keepdim=True)

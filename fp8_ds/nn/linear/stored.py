@@ -2,7 +2,7 @@
 
 The module is an nn.Linear with a weight [out, in] in float8_e4m3fn, and beside it a Parameter of scales that multiply:
 one for each 128 x 128 elements, cut at the edges, or one for each row. An engine takes the scales off the module. It
-makes bf16 of the weights that train, and keeps the bytes of frozen ones (`freeze`).
+makes bf16 of the weights that train, and keeps the bytes of frozen ones (`freeze`, also for those that came in bf16).
 """
 
 from __future__ import annotations

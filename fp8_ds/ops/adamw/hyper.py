@@ -78,8 +78,9 @@ class HyperRows:
         self._constants = self.digest = torch.zeros(0, dtype=torch.float32)
 
     def set(self, param_groups: Sequence[dict[str, Any]], step: Tensor, has_stepped: Callable[[], bool]) -> None:
-        """Take the numbers of `param_groups`, and send them if one has changed. A learning rate that
-        is a tensor is read on the device.
+        """Take the numbers of `param_groups`, and send them if one has changed.
+
+        A learning rate that is a tensor is read on the device.
 
         Args:
             step: int64 [num_rows], how many steps each row has had.

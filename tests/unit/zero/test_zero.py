@@ -76,7 +76,18 @@ def test_an_offload_moves_weights_once_and_leaves_the_rest_to_deepspeed() -> Non
     assert zero.by_deepspeed[1:] == [{"include": {HP}, "device": OffloadDeviceEnum.cpu}]
     assert zero.log == ["deepspeed", "point"]
     zero.offload(zero.deepspeeds, [LP], None)
-    assert zero.by_deepspeed[2]["include"] == set()  # it gives memory of what has left back to the device
+    assert len(zero.by_deepspeed) == 2
+
+
+@pytest.mark.parametrize("include", [[LP], [HP], None])
+def test_memory_of_what_has_left_is_given_back_at_the_end_whoever_moved_it(
+    include: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Stage()
+    accelerator = SimpleNamespace(empty_cache=lambda: stage.log.append("empty"))
+    monkeypatch.setattr("fp8_ds.zero.zero.get_accelerator", lambda: accelerator)
+    stage.offload(stage.deepspeeds, include, None)
+    assert stage.log[-2:] == ["point", "empty"]
 
 
 def test_weights_come_back_once_and_before_what_deepspeed_moves() -> None:

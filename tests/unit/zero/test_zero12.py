@@ -181,3 +181,20 @@ def switched_inside() -> None:
 
 def test_masters_that_are_made_dense_and_stored_by_the_same_scales_are_as_before() -> None:
     on_threads(2, switched_inside)
+
+
+def written_while_dense() -> None:
+    zero = zero_optimizer(2, RAGGED, **fp8_states("e4m11"))
+    value = (4 * values_of(RAGGED)["up"]).bfloat16()
+    counter = zero.context.counter
+    with zero.fp8.dense():
+        zero.write("up", lambda _: value)
+        sent = counter.total
+        zero.fp8.refresh(is_step=False)
+        assert counter.total == sent
+        zero.fp8.restore_masters()
+    torch.testing.assert_close(zero.masters()["up"], value.float(), rtol=2.0**-8, atol=2.0**-12)
+
+
+def test_a_refresh_waits_for_dense_masters_and_what_was_written_meanwhile_becomes_one() -> None:
+    on_threads(2, written_while_dense)
